@@ -62,6 +62,7 @@ GresTypes=gpu
 NodeName=c[1-{cloud_nodes}] State=CLOUD CPUs=64 RealMemory=1000000 Gres=gpu:{cloud_gpus} Feature=h100
 PartitionName=real Nodes={real} Default=YES MaxTime=60 State=UP
 PartitionName=cloud Nodes=c[1-{cloud_nodes}] MaxTime=INFINITE State=UP
+PartitionName=short Nodes=c[1-{cloud_nodes}] MaxTime=60 State=UP
 """
 
 

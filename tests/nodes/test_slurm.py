@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 
 import pytest
 from nodes import finish
 from slurm_cluster import CLOUD_GPUS, CLOUD_NODES, Slurm
 from training import STEPS, check_same_losses, plan_file, run_of, steps_of
+
+from shardwise.errors import Exit
 
 
 def test_slurm_starts_a_task_on_each_node_and_knows_them_by_address(slurm: Slurm):
@@ -95,3 +98,88 @@ def test_slurm_says_what_it_would_do_on_nodes_that_are_not_there(shared_slurm: S
     words = ["sbatch", "--test-only", "--partition=cloud", *options.split(), "job.sh"]
     assert finish([asked := shared_slurm.controller.start(*words, SLURM_CONF=shared_slurm.conf)]) == [code]
     assert ("to start at" in asked.output) == (code == 0), asked.output
+
+
+ON_512_GPUS = """\
+# row 1 of 1, question 000000000000: dp=512 zero=2 on 512 of {nodes}x8xh100
+[model]
+preset = "llama3-8b"
+[train]
+steps = 2000
+global_batch = 2080
+seq_len = 8192
+micro_batch = 1
+[parallel]
+dp = {ranks}
+zero = 2
+tp = 1
+cp = 1
+pp = 1
+ep = 1
+[memory]
+precision = "bf16"
+recompute = "selective"
+"""
+VARIANTS = {
+    "plain": "",
+    "gres": "--gres gpu",
+    "accounts": "--account lab --qos high",
+    "a feature of nodes": "--constraint h100",
+    "switches": "--switches 1@10:00",
+    "alone": "--exclusive --no-kill",
+    "a node left out": "--nodes 63 --exclude c7",
+    "a reservation": "--nodes 4 --reservation mine",
+    "pyxis": "--container registry#team/image:tag --mount /data:/data",
+    "apptainer": "--container /images/train.sif --runtime apptainer",
+    "prepared": "--prepare 'module load cuda' --env NCCL_DEBUG --at-once 2",
+}
+
+
+def plan_of(slurm: Slurm, nodes: int) -> str:
+    """Writes a plan for so many nodes of 8 GPUs, and returns the name of the file."""
+    text = ON_512_GPUS.format(nodes=nodes, ranks=8 * nodes)
+    (slurm.controller.files / f"on-{nodes}.toml").write_text(text.replace("2080", str(32 * nodes)))
+    return f"on-{nodes}.toml"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_slurm_takes_every_variant_of_the_script(shared_slurm: Slurm, variant: str):
+    words = shlex.split(VARIANTS[variant])
+    nodes = int(words[words.index("--nodes") + 1]) if "--nodes" in words else CLOUD_NODES
+    if "--reservation" in words:
+        shared_slurm.tool("scontrol", "create", "reservation", "reservationname=mine", "starttime=now", "duration=900",
+                          "users=root", f"nodes=c[1-{nodes}]")  # fmt: skip
+    plans = [plan_of(shared_slurm, nodes)]
+    if "--at-once" in words:
+        plans.append("other.toml")
+        (shared_slurm.controller.files / "other.toml").write_text(
+            (shared_slurm.controller.files / plans[0]).read_text()
+        )
+    shared_slurm.tool("shardwise", "launch", "slurm", *plans, "--partition", "cloud", *words, "--out", "variant.sh")
+    said = shared_slurm.tool("sbatch", "--test-only", "variant.sh")
+    assert "to start at" in said and "in partition cloud" in said
+    if "--reservation" in words:
+        shared_slurm.tool("scontrol", "delete", "reservationname=mine")
+
+
+@pytest.mark.parametrize(
+    "nodes, words, what",
+    [
+        (CLOUD_NODES + 1, "--partition cloud", "64"),
+        (2, "--partition clod", "cloud"),
+        (2, "--partition short --time 3h", "its limit is 1:00:00"),
+        (2, "--partition real", "nodes of partition real have 2"),
+        (2, "--partition cloud --time 20s", "too short for one step"),
+        (2, "--partition cloud --gpus-per-node 4", "not what the plan is for"),
+    ],
+)
+def test_what_slurm_could_not_run_is_refused_before_it_is_queued(
+    shared_slurm: Slurm, nodes: int, words: str, what: str
+):
+    command = ["shardwise", "launch", "slurm", plan_of(shared_slurm, nodes), *words.split(), "--submit"]
+    asked = shared_slurm.controller.start(*command, SLURM_CONF=shared_slurm.conf)
+    assert finish([asked]) == [Exit.USER_MISTAKE], asked.story()
+    problem, why, fix = asked.output.splitlines()[-3:]
+    assert problem.startswith("error: ") and why.startswith("  why  ") and fix.startswith("  fix  "), asked.story()
+    assert re.search(what, asked.output), asked.story()
+    assert not shared_slurm.tool("squeue", "--noheader").strip()

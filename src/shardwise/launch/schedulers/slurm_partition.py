@@ -27,7 +27,7 @@ class Partition:
     name: str
     nodes: int
     seconds: int | None  # the longest job; None: no limit
-    gpus: int  # most of a node
+    gpus: int | None  # most of a node; None: not known
     is_default: bool
 
 
@@ -50,11 +50,25 @@ def partitions(environ: Mapping[str, str]) -> list[Partition]:
             continue
         name = words[0].rstrip("*")
         gpus = sum(int(count) for count in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", words[3]))
-        other = found.get(name, Partition(name, 0, None, 0, False))  # nodes of another kind have a line of their own
-        found[name] = Partition(
-            name, other.nodes + int(words[1]), _seconds(words[2]), max(gpus, other.gpus), "*" in words[0]
-        )
-    return list(found.values())
+        other = found.get(name)  # nodes of another kind have a line of their own
+        nodes, most = (other.nodes, other.gpus or 0) if other else (0, 0)
+        found[name] = Partition(name, nodes + int(words[1]), _seconds(words[2]), max(gpus, most), "*" in words[0])
+    return [one if one.nodes else _hidden(one, environ) for one in found.values()]
+
+
+def _hidden(partition: Partition, environ: Mapping[str, str]) -> Partition:
+    """Returns a partition whose nodes sinfo does not show, as it does with a cloud's while they are off; how many there
+    are stands in the configuration."""
+    command = shutil.which("scontrol", path=environ.get("PATH"))
+    if command is None:
+        return partition
+    asked = [command, "--oneliner", "show", "partition", partition.name]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=PATIENCE_S, env=dict(environ))
+    except (OSError, subprocess.TimeoutExpired):
+        return partition
+    declared = re.search(r"\bTotalNodes=(\d+)", done.stdout)
+    return replace(partition, nodes=int(declared[1]), gpus=None) if declared else partition
 
 
 def fitted(spec: LaunchSpec, name: str | None, asked_time: bool, environ: Mapping[str, str]) -> LaunchSpec:
@@ -71,7 +85,7 @@ def fitted(spec: LaunchSpec, name: str | None, asked_time: bool, environ: Mappin
         )
     if found is None:
         return spec
-    others = [one for one in known if one.nodes >= spec.nodes and one.gpus >= spec.gpus_per_node]
+    others = [one for one in known if one.nodes >= spec.nodes and (one.gpus or 0) >= spec.gpus_per_node]
     another = f"--partition {others[0].name}" if others else ""
     if spec.nodes > found.nodes:
         raise UserError(
@@ -79,7 +93,7 @@ def fitted(spec: LaunchSpec, name: str | None, asked_time: bool, environ: Mappin
             why=spec.why["nodes"],
             fix=another or f"plan for {found.nodes} nodes: `shardwise plan MODEL --cluster {found.nodes}x...`",
         )
-    if spec.gpus_per_node > found.gpus:
+    if found.gpus is not None and spec.gpus_per_node > found.gpus:
         raise UserError(
             f"the plan has {spec.gpus_per_node} GPUs to a node, and nodes of partition {found.name} have {found.gpus}",
             why=spec.why["gpus"],
