@@ -63,6 +63,12 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
+def type_of(value: object) -> str:
+    """Returns what a value is, with its article: `an int`, `a dict`, `nothing`."""
+    name = type(value).__name__
+    return "nothing" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 def shell_word(text: object) -> str:
     """Returns a text, such as a path, as one word of a shell: as it is, or in double quotes where they are enough."""
     said = str(text)

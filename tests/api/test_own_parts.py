@@ -29,6 +29,7 @@ from shardwise.run.build import use_losses
 from shardwise.run.clock import Clock
 from shardwise.run.step import accumulate
 from shardwise.spec.presets import preset
+from shardwise.terminal import type_of
 
 CPU = torch.device("cpu")
 SHAPE = {"num_layers": 2, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 96}
@@ -104,7 +105,7 @@ def test_rows_by_index_are_dealt_once_in_an_epoch_for_any_split():
 
 @pytest.mark.parametrize("data", [3, "text", {"a": 1}])
 def test_what_is_no_data_is_refused(data):
-    with pytest.raises(UserError, match=f"data is a {type(data).__name__}"):
+    with pytest.raises(UserError, match=f"data is {type_of(data)}"):
         own_rows(data, seq_len=16, vocab=96, padding=0, seed=0)
 
 
@@ -312,7 +313,9 @@ def test_what_came_out_is_asked_in_words_of_a_program(tmp_path):
     for ask, said in (
         (lambda: run.evaluate(tmp_path / "no.txt"), "no such data"),
         (lambda: run.evaluate([tmp_path / "text.txt"]), "beyond the model's vocabulary"),
-        (lambda: run.evaluate(3), "eval_data is a int"),
+        (lambda: run.generate(3), "prompt is an int"),
+        (lambda: run.generate("x", 0), "max_tokens = 0"),
+        (lambda: run.evaluate(3), "eval_data is an int"),
         (lambda: shardwise.load("mine", str(tmp_path)), f"{tmp_path} has {run.name}"),
         (lambda: run.generate("a"), "prompt has the token id 97"),
         (lambda: run.generate("A", temperature=-1), "temperature=0.8"),
@@ -344,8 +347,8 @@ def test_a_generator_that_ends_is_said(tmp_path):
         ({"eval_data": ROWS}, "eval_data has no data beside it"),
         ({"data": [*ROWS, [1, 2, 96]]}, "data[24] has the token id 96"),
         ({"data": ROWS, "eval_data": [[1]]}, "eval_data[0] has 1 token ids"),
-        ({"data": {0: ROWS}.values()}, "a row of data is a list that holds no token ids"),
-        ({"loss": 3}, "loss is a int"),
+        ({"data": {0: ROWS}.values()}, "a row of data is a list, which holds no token ids"),
+        ({"loss": 3}, "loss is an int"),
         ({"loss": smoothed, "config": {"speed.loss": "fused"}}, "goes with cross-entropy alone"),
         ({"optimizer": sgd, "config": {"memory.offload": "optimizer"}}, "goes with the optimizers of optimizer.name"),
         ({"callbacks": ["print"]}, "a callback is a str"),
@@ -357,7 +360,7 @@ def test_a_generator_that_ends_is_said(tmp_path):
         ({"config": {"train.stpes": 3}}, "did you mean"),
         ({"config": {"train.steps": "many"}}, "this program"),
         ({"config": {"train.steps": sgd}}, "a setting is a function"),
-        ({"config": 3}, "config is a int"),
+        ({"config": 3}, "config is an int"),
         ({"model": torch.nn.Linear(2, 2)}, "shardwise.parallelize"),
         ({"model": "lama3-8b"}, "llama3-8b"),
     ],

@@ -50,7 +50,7 @@ def test_models_and_clusters_are_objects():
         ({"budget": 5e5, "tokens": "1T"}, "price=2.50"),
         ({"constraints": {"parallel.tp": 7}}, "cannot be cut over tp=7"),
         ({"constraints": ["parallel.tp=7"]}, "settings are a list"),
-        ({"cluster": 8}, "cluster is a int"),
+        ({"cluster": 8}, "cluster is an int"),
         ({"cluster": Path("no.toml")}, "`shardwise doctor --out cluster.toml` writes one"),
         ({"seq": "x"}, '`seq="x"` cannot be read'),
         ({"batch": 3, "seq": 8192}, "batch=8192"),

@@ -159,6 +159,18 @@ def test_generate_says_when_no_cache_fits(
         assert capsys.readouterr().err.count("no key/value cache that works") == notes
 
 
+def test_conversations_are_evaluated_apart(
+    run_here: Callable[..., int], workdir: Path, neox: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In rows that they share, or in rows of their own where the architecture would let them see each other."""
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (workdir / "chat.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 40)
+    for directory, notes in ((neox, 0), (write_model("mamba", workdir / "mamba"), 1)):
+        words = ["data.source=chat.jsonl", "data.tokenizer=bytes", "train.seq_len=64", "data.validation_fraction=0.2"]
+        assert run_here("eval", directory, *words) == 0
+        assert capsys.readouterr().err.count("each conversation has a row of its own") == notes
+
+
 def test_code_of_a_model_directory_is_never_run(refused: Callable[..., str], workdir: Path) -> None:
     folder = workdir / "model"
     folder.mkdir()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import UserError
+from shardwise.terminal import type_of
 
 if TYPE_CHECKING:
     from shardwise.run.rundir import RunDir
@@ -143,7 +144,7 @@ def _as_callback(given: OneCallback) -> Callback:
     if callable(given) and not isinstance(given, type):
         return _OfFunction(given)
     raise UserError(
-        f"a callback is a {getattr(given, '__name__', type(given).__name__)}",
+        f"a callback is {'a class' if isinstance(given, type) else type_of(given)}",
         why="callbacks are functions of a step, or objects of a subclass of shardwise.Callback",
         fix="callbacks=[lambda step: print(step.loss)]",
     )

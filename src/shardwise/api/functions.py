@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import UserError, in_part_of_program
 from shardwise.run.own_parts import Loss, Score
+from shardwise.terminal import type_of
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ def _loss(function: Loss, logits: torch.Tensor, targets: torch.Tensor) -> torch.
     if not isinstance(found, torch.Tensor) or found.shape != targets.shape:
         is_tensor = isinstance(found, torch.Tensor)
         raise UserError(
-            f"loss returned {f'a tensor of shape {tuple(found.shape)}' if is_tensor else _a(found)}",
+            f"loss returned {f'a tensor of shape {tuple(found.shape)}' if is_tensor else type_of(found)}",
             why=f"of logits {tuple(logits.shape)} and targets {tuple(targets.shape)}, it is one loss per token",
             fix='cross_entropy(logits, targets, reduction="none"): shardwise adds up and divides by the targets',
         )
@@ -60,7 +61,7 @@ def _optimizer(function: MakeOptimizer, parameters: list[torch.nn.Parameter]) ->
         found = function(parameters)
     if not isinstance(found, torch.optim.Optimizer):
         raise UserError(
-            f"optimizer returned {_a(found)}",
+            f"optimizer returned {type_of(found)}",
             why="it is given the parameters and returns an optimizer of torch",
             fix="optimizer=lambda parameters: torch.optim.AdamW(parameters)",
         )
@@ -87,7 +88,7 @@ def _evaluate(function: Evaluate, score: Score) -> dict[str, float]:
         found: Any = function(score)
     fix = 'return {"accuracy": 0.5}'
     if not isinstance(found, Mapping):
-        raise UserError(f"evaluate returned {_a(found)}", why="it returns numbers by name", fix=fix)
+        raise UserError(f"evaluate returned {type_of(found)}", why="it returns numbers by name", fix=fix)
     numbers = {}
     for name, value in found.items():
         if not isinstance(name, str) or name in TAKEN:
@@ -96,11 +97,8 @@ def _evaluate(function: Evaluate, score: Score) -> dict[str, float]:
         if getattr(value, "ndim", None) == 0:  # a tensor, or a number of numpy
             value = value.item()
         if not isinstance(value, Real):
-            raise UserError(f"evaluate returned {_a(value)} for {name!r}", why="it returns numbers by name", fix=fix)
+            raise UserError(
+                f"evaluate returned {type_of(value)} for {name!r}", why="it returns numbers by name", fix=fix
+            )
         numbers[name] = float(value)
     return numbers
-
-
-def _a(value: object) -> str:
-    name = type(value).__name__
-    return "nothing" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

@@ -13,6 +13,7 @@ from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
+from shardwise.terminal import counted, type_of
 
 if TYPE_CHECKING:
     from shardwise.plan.answer.answer import Answer, Row
@@ -27,7 +28,7 @@ class PlannedLayout:
 
     def __repr__(self) -> str:
         gib = self.memory_bytes / 2**30
-        return f"<{self.layout}: {self.step_s:.3g} s per step, {gib:.1f} GiB on {self.plan.world} devices>"
+        return f"<{self.layout}: {self.step_s:.3g} s per step, {gib:.1f} GiB on {counted(self.plan.world, 'device')}>"
 
     @property
     def layout(self) -> str:
@@ -160,7 +161,7 @@ def plan(
             raise UserError(f"top = {top} shows nothing", why="it is the number of layouts", fix="top=5")
         if not isinstance(cluster, str | Path | ClusterSpec):
             why = "it is a name such as 8xh100, a cluster file, or a ClusterSpec"
-            raise UserError(f"cluster is a {type(cluster).__name__}", why=why, fix='cluster="8xh100"')
+            raise UserError(f"cluster is {type_of(cluster)}", why=why, fix='cluster="8xh100"')
         cluster = str(cluster) if isinstance(cluster, Path) else cluster
         words = words_of({} if constraints is None else constraints)
         name = model.name if isinstance(model, ModelSpec) else str(model)

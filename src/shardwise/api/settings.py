@@ -22,6 +22,7 @@ from shardwise.run.known_warnings import known_warnings_left_out
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
 from shardwise.spec.schema import Config
+from shardwise.terminal import type_of
 
 
 class HasConfig(Protocol):
@@ -94,7 +95,7 @@ def _config_of(given: HasConfig) -> Config:
     if isinstance(config := getattr(given, "config", None), Config):
         return config
     raise UserError(
-        f"config is a {type(given).__name__}",
+        f"config is {type_of(given)}",
         why="it is a TOML file's path, a dict of keys, a Config, a planned layout, a Run, or None for the default run",
         fix='shardwise.train({"train.steps": 100})',
     )
@@ -119,7 +120,7 @@ def words_of(settings: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Returns settings as `section.key=value` words. Sections may be dicts: {"train": {"steps": 3}}."""
     if not isinstance(settings, Mapping):
         raise UserError(
-            f"settings are a {type(settings).__name__}",
+            f"settings are {type_of(settings)}",
             why="they are a dict of config keys with their values",
             fix='{"train.steps": 100}',
         )
@@ -139,7 +140,7 @@ def _toml(value: Any) -> str:
         return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
     except (TypeError, ValueError):
         raise UserError(
-            f"a setting is a {type(value).__name__}",
+            f"a setting is {type_of(value)}",
             why="settings are numbers, texts, true or false, or lists of them, as in a TOML file",
             fix="functions and data have arguments of their own: loss=, data=, optimizer=, evaluate=",
         ) from None
@@ -165,7 +166,7 @@ def model_words(model: ModelSpec | str | None) -> list[str]:
         is_directory = Path(model).exists() or "/" in str(model)
         return [f"model.{'path' if is_directory else 'preset'}={json.dumps(str(model))}"]
     raise UserError(
-        f"model is a {type(model).__name__}",
+        f"model is {type_of(model)}",
         why="shardwise.train splits models that it knows from inside: a preset, a directory or a ModelSpec",
         fix="shardwise.parallelize(module, plan) takes any torch module into a loop of your own",
     )

@@ -15,6 +15,7 @@ from shardwise.run.rundir import RunDir, find_run, is_run
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
+from shardwise.terminal import type_of
 
 if TYPE_CHECKING:
     from shardwise.data.corpus import Corpus
@@ -67,6 +68,9 @@ class Trained:
         from shardwise.run.generate import Sampling, generate
 
         with for_programs():
+            if not isinstance(prompt, str) or max_tokens < 1:
+                what = f"prompt is {type_of(prompt)}" if not isinstance(prompt, str) else f"max_tokens = {max_tokens}"
+                raise UserError(what, why="a text is continued by one token or more", fix='generate("def ", 100)')
             sampling, tokenizer, vocab = Sampling(temperature, top_p, seed), self.tokenizer, self.spec.vocab
             ids = tokenizer.encode(prompt)
             if not ids:
@@ -121,6 +125,7 @@ class Trained:
             model_dir=weights.tokenizer_dir,
             cache_dir=(weights.run.path.parent if weights.run else Path(config.run.dir)) / CACHE,
             progress=False,
+            can_mask=weights.can_mask,
         )
 
     def export(self, out: str | Path, *, merge_lora: bool = False, dtype: str | None = None) -> Path:

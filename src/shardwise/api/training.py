@@ -30,7 +30,7 @@ from shardwise.run.own_parts import Loss, OwnParts
 from shardwise.run.rundir import RunDir, find_run
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.schema import Config
-from shardwise.terminal import is_live, prepared
+from shardwise.terminal import is_live, prepared, type_of
 
 ORDERLY = (Exit.DONE, Exit.STOPPED)
 
@@ -159,7 +159,7 @@ def _own_parts(
 ) -> OwnParts:
     for name, part in (("loss", loss), ("optimizer", optimizer), ("evaluate", evaluate)):
         if part is not None and not callable(part):
-            raise UserError(f"{name} is a {type(part).__name__}", why="it is a function", fix=f"{name}=my_function")
+            raise UserError(f"{name} is {type_of(part)}", why="it is a function", fix=f"{name}=my_function")
     parts = OwnParts(
         loss and own_loss(loss), optimizer and own_optimizer(optimizer), evaluate and own_evaluate(evaluate)
     )

@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         model_dir=weights.tokenizer_dir,
         cache_dir=home / CACHE,
         progress=True,
+        can_mask=weights.can_mask,
     )
     sequences = corpus.validation if args.split == "validation" else corpus.train
 

@@ -19,6 +19,7 @@ from shardwise.data.order import combine, mix64, permute
 from shardwise.data.sequences import IGNORE, Batch
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import UserError, in_part_of_program
+from shardwise.terminal import type_of
 
 SAMPLED_ROWS = 64  # whose tokens are counted for the unigram entropy
 
@@ -178,7 +179,7 @@ def _has_rows_by_index(data: Any) -> bool:
 
 def _no_rows(name: str, data: Any, or_how: str = "", or_what: str = "") -> UserError:
     return UserError(
-        f"{name} is a {type(data).__name__}",
+        f"{name} is {type_of(data)}",
         why=f"rows of token ids are needed, by index{or_how}",
         fix=f"{name}=[[1, 2, 3], ...], a numpy array, a torch dataset{or_what}",
     )
@@ -228,7 +229,7 @@ def _ids_and_targets(row: Any, name: str = "a row of data") -> tuple[np.ndarray,
             raise ValueError(f"it has shape {ids.shape} and type {ids.dtype}")
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{name} is a {type(row).__name__} that holds no token ids",
+            f"{name} is {type_of(row)}, which holds no token ids",
             why=str(error),
             fix=_fix_of(row),
         ) from None

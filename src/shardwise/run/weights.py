@@ -15,6 +15,7 @@ from shardwise.checkpoint.listing import read_manifest
 from shardwise.config.load import load_config
 from shardwise.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from shardwise.errors import UserError
+from shardwise.interop.transformers.spec import can_mask
 from shardwise.run.build import adapted_model, empty_model, model_dir, read_spec, stored_spec
 from shardwise.run.rundir import RunDir, find_run
 from shardwise.spec.model import ModelSpec
@@ -44,6 +45,10 @@ class StoredWeights:
         if self.config and asked == "auto" and self.tokenizer_dir is None:
             asked = self.config.data.tokenizer
         return open_tokenizer(asked, self.tokenizer_dir, BYTES if self.run else self.spec.vocab)
+
+    def can_mask(self) -> bool:
+        """Returns whether the model can be told which tokens of a row belong together."""
+        return can_mask(self.spec)
 
     def stored_dtype(self) -> torch.dtype:
         """Returns the number format of the stored tensors (of the first one: all have the same)."""

@@ -108,7 +108,7 @@ class ClusterSpec:
     def parse(cls, text: str) -> ClusterSpec:
         """Returns the cluster that a text means: `8xh100`, `4x8xh100:nic=50GB/s`, `this`, or a TOML file's path."""
         read = import_module("shardwise.cluster.describe.read")  # the table of devices is in a room above this one
-        found: ClusterSpec = read.read_cluster(text)
+        found: ClusterSpec = read.read_cluster(str(text))
         return found
 
     @property

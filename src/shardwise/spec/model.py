@@ -177,7 +177,7 @@ class ModelSpec:
         """Returns a model by its preset's name, such as `llama3-8b`."""
         from shardwise.spec.presets import preset
 
-        return preset(name)
+        return preset(str(name))
 
     @cached_property
     def attention(self) -> AttentionKind:
