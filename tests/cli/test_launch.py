@@ -202,5 +202,9 @@ def test_a_preflight_checks_the_nodes_and_trains_nothing(plan, run_here, capsys,
     assert run_here("launch", words[0], plan, *words[1:], "--preflight") == 0
     said = capsys.readouterr().out
     assert "--preflight" in said
+    if words == ["ray"]:
+        assert '"restarts": 0' in said
+    if words[0] == "k8s":
+        assert "backoffLimit: 0" in said
     if words == ["slurm"]:
         assert "#SBATCH --time=00:10:00" in said and "#SBATCH --no-requeue" in said and "scontrol requeue" not in said

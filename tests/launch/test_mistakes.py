@@ -16,7 +16,7 @@ from plan_files import plan_file
 from shardwise.errors import UserError
 from shardwise.launch.mistakes.of_kubernetes import mistakes_of_kubernetes
 from shardwise.launch.mistakes.of_slurm import mistakes_of_slurm
-from shardwise.launch.planned_job import Wanted, launch_spec
+from shardwise.launch.planned_job import Wanted, checking, launch_spec
 from shardwise.launch.schedulers.kubernetes_manifest import KINDS, PodOptions, manifest
 from shardwise.launch.schedulers.slurm_script import SlurmOptions, script
 from shardwise.launch.spec import LaunchSpec
@@ -134,6 +134,7 @@ def test_nothing_is_found_in_our_own_batch_scripts(plan, options):
     array = replace(plan, parts=(plan.parts[0], replace(plan.parts[0], name="b", file="/b.toml")))
     assert mistakes_of_slurm(script(plan, options, "made"), plan) == []
     assert mistakes_of_slurm(script(array, options, "made"), plan) == []
+    assert mistakes_of_slurm(script(checking(plan), options, "made"), checking(plan)) == []
 
 
 @given(st.lists(st.sampled_from([*BATCH.split(), "'", '"', "\\\n", "#SBATCH -", "--mem=", "$(", "\n#SBATCH --gpus="])))
@@ -288,6 +289,8 @@ def test_a_mistake_of_a_manifest_is_found_in_its_line(plan, text, name):
 def test_nothing_is_found_in_our_own_manifests(plan, kind):
     made = manifest(plan, PodOptions(image="registry/shardwise:1", kind=kind), "made")
     assert mistakes_of_kubernetes(made, plan, "job.yaml") == []
+    check = manifest(checking(plan), PodOptions(image="registry/shardwise:1", kind=kind), "made")
+    assert mistakes_of_kubernetes(check, checking(plan), "job.yaml") == []
 
 
 @pytestmark_yaml

@@ -99,7 +99,8 @@ def trap_never_runs(script: BatchScript, plan: LaunchSpec | None) -> Iterator[Mi
 
 def no_requeue(script: BatchScript, plan: LaunchSpec | None) -> Iterator[Mistake]:
     requeues = [line for line in script.calling("scontrol") if "requeue" in line.text]
-    if "requeue" not in script.asked and not requeues:
+    only_checks = any("--preflight" in line.text for line in script.lines)
+    if "requeue" not in script.asked and not requeues and not only_checks:
         yield Mistake(
             script.line_of("no-requeue", "time"),
             "no --requeue",

@@ -237,7 +237,9 @@ def _job_spec(spec: LaunchSpec, options: PodOptions, head: str, **more: Any) -> 
         "completions": Noted(spec.nodes, spec.why["nodes"]),
         "parallelism": spec.nodes,
         "completionMode": Noted("Indexed", "every pod has a number, and pod 0 is the head"),
-        "backoffLimit": Noted(
+        "backoffLimit": Noted(0, "the nodes are checked, once")
+        if spec.is_check
+        else Noted(
             MOST_RESTARTS * spec.nodes, f"all {spec.nodes} pods may fail {MOST_RESTARTS} times: hardware and network"
         ),
         "podFailurePolicy": {

@@ -24,7 +24,6 @@ from shardwise.errors import Exit, UserError
 from shardwise.launch.head_address import is_loopback
 from shardwise.terminal import say, say_error
 
-MOST_RESTARTS = 5
 PLACED_S = 600.0  # how long nodes may take to become free
 ENDED_S = 600.0  # how long nodes may take to save after they were told to end
 
@@ -74,7 +73,7 @@ def main(job: dict[str, Any]) -> int:
 
     ray.init(log_to_driver=True)
     signal.signal(signal.SIGTERM, _interrupted)  # `ray job stop`
-    for attempt in range(MOST_RESTARTS + 1):
+    for attempt in range(job["restarts"] + 1):
         try:
             code = _attempt(ray, job)
         except ray.exceptions.RayActorError as error:
@@ -85,9 +84,9 @@ def main(job: dict[str, Any]) -> int:
             return int(error.code)
         except KeyboardInterrupt:
             return int(Exit.STOPPED)
-        if code != Exit.HARDWARE or attempt == MOST_RESTARTS:
+        if code != Exit.HARDWARE or attempt == job["restarts"]:
             return code
-        say_error(f"again    restart {attempt + 1} of {MOST_RESTARTS}, from the newest checkpoint")
+        say_error(f"again    restart {attempt + 1} of {job['restarts']}, from the newest checkpoint")
         time.sleep(5.0)
     return int(Exit.HARDWARE)
 

@@ -9,6 +9,8 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.launch.spec import LaunchSpec
 
+MOST_RESTARTS = 5
+
 
 def script(spec: LaunchSpec, origin: str) -> str:
     """Returns the text of the driver. `origin` is the command line that it was made by."""
@@ -35,5 +37,6 @@ def _settings(spec: LaunchSpec) -> Iterator[tuple[str, Any, str]]:
     yield "nodes", spec.nodes, f"one actor on each, on machines of their own: {spec.why['nodes']}"
     yield "cpus", spec.cpus_per_node, spec.why["cpus"]
     yield "gpus", spec.gpus_per_node, spec.why["gpus"]
+    yield "restarts", 0 if spec.is_check else MOST_RESTARTS, "attempts after nodes that were lost; Ray has no requeue"
     yield "command", list(spec.command(spec.parts[0])), "the one line of every node, at the start and after a restart"
     yield "environment", list(spec.environment), "variables of Ray's processes that ranks see"
