@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from shardwise.errors import Exit, UserError
-from shardwise.launch.nodes import interfaces
+from shardwise.launch.local import JobEnds
+from shardwise.launch.nodes import interfaces, preflight
+from shardwise.launch.nodes.checks import Checks
 from shardwise.launch.nodes.connection import Background, NodeLink, framed
 from shardwise.launch.nodes.follower import Follower
 from shardwise.launch.nodes.head import MOST_KNOCKING, JobHead
@@ -177,3 +179,45 @@ def test_a_host_that_knocks_again_and_again_keeps_no_node_out(port: int):
             while 1 not in head.links and time.monotonic() < deadline:
                 time.sleep(0.01)
         assert 1 in head.links
+
+
+def test_the_heads_last_word_counts_also_where_it_comes_while_ranks_run(port: int, tmp_path: Path):
+    """The head does not wait for nodes that it has told to end where another one is gone."""
+    with JobHead(HERE, port, 2, SECRET) as head:
+        member = Member(job_of(1, 2, port, tmp_path), SECRET)
+        with member.way:
+            while 1 not in head.links:
+                time.sleep(0.01)
+            head.tell("end")
+            head.tell("exit", code=int(Exit.STOPPED))
+            with pytest.raises(JobEnds):
+                while True:
+                    member._attend()
+            deadline = time.monotonic() + 5
+            while member.last is None and time.monotonic() < deadline:
+                with suppress(JobEnds):
+                    member._attend()
+            assert member.last is not None and member.last.words["code"] == Exit.STOPPED
+
+
+def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(preflight, "ANSWER_S", 0.2)
+    with JobHead(HERE, port, 3, SECRET) as head, ExitStack() as opened:
+        ways = [opened.enter_context(Follower([HERE], port, SECRET, hello(index, "asked", 0), 5)) for index in (1, 2)]
+        while len(head.links) < 2:
+            time.sleep(0.01)
+        checks = Checks(0, tmp_path, HERE, SECRET, head.thread)
+        asked = preflight.Preflight({0: hello(0, "asked", 0), **head.hellos}, head.links, checks)
+        assert asked._ask([1], "clock") == {} and "it did not answer" in asked.report.findings[0].why
+        number = ways[1].link.receive("check", timeout=0.1)
+        assert number is None, "only the first was asked"
+        ways[1].link.send("checked", number=1, time=0.0)
+        thread, found = outcome(lambda: asked._ask([1, 2], "port"))
+        question = ways[1].link.receive("check", timeout=5)
+        assert question is not None
+        ways[1].link.send("checked", number=question.words["number"], port=7)
+        thread.join(5)
+    assert found[0][2]["port"] == 7 and 1 not in found[0]
+    assert len(asked.report.findings) == 1, "who is silent is not asked again and again"

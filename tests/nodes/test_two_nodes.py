@@ -10,7 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
-from nodes import ROOT, finish, until
+import pytest
+from nodes import ROOT, Node, finish, until
 from training import PORT, STEPS, check_same_losses, places, run_of, start_on, steps_of, train
 
 from shardwise.errors import Exit
@@ -77,6 +78,27 @@ def test_strangers_change_nothing_and_a_node_with_other_code_is_refused_on_both(
     for command in (head, odd):
         assert "node 1 (n2) has another code of shardwise than node 0 (n1)" in command.output, command.story()
     assert not run_of(a).exists()
+
+
+def ports_to(node: Node) -> set[int]:
+    """The ports of other machines to which this one has connections."""
+    rows = Path(f"/proc/{node.pid}/net/tcp").read_text().splitlines()[1:]
+    return {int(row.split()[2].split(":")[1], 16) for row in rows if row.split()[3] == "01"}
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, Exit.STOPPED), (signal.SIGUSR1, Exit.STOPPED), (signal.SIGINT, Exit.INTERRUPTED)],
+)
+def test_a_signal_to_one_node_ends_all_that_wait_for_another(nodes, number: signal.Signals, code: Exit):
+    a, b, _ = placed = nodes(3)
+    here, there, _ = places(placed)
+    commands = [a.start(*train(), **here), b.start(*train(), **there)]
+    until(lambda: PORT in ports_to(b), "n2 has come to n1", commands)
+    commands[1].signal(number)
+    assert finish(commands, 10) == [code, code], commands[0].story()
+    assert "node 1 (n2): stopped by" in commands[0].output
+    assert not run_of(a).exists() and not list(a.files.glob("runs/.*"))
 
 
 def test_a_port_that_is_taken_and_a_head_that_is_localhost_are_refused_in_three_lines(nodes):

@@ -55,17 +55,17 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.nproc is not None:
         check_nproc(args.nproc)
+    for key in args.allow:
+        if "=" in key:
+            name = key.partition("=")[0]
+            why = "--allow names a key; its value is a word of its own"
+            raise UserError(f"`--allow {key}` has a value", why=why, fix=f"--allow {name} {key}")
     place = own_place(os.environ)
     if isinstance(place, NodePlace) and place.count > 1:
         return _on_nodes(args, place)
     found = find_run(args.run, args.runs)
     if args.from_step:  # 0: from the beginning
         at_step(found.checkpoints, args.from_step)  # refused here, before anything is written
-    for key in args.allow:
-        if "=" in key:
-            name = key.partition("=")[0]
-            why = "--allow names a key; its value is a word of its own"
-            raise UserError(f"`--allow {key}` has a value", why=why, fix=f"--allow {name} {key}")
     if isinstance(place, RankPlace):
         from shardwise.launch.join import join, take_place
 
@@ -108,7 +108,7 @@ def _on_nodes(args: argparse.Namespace, place: NodePlace) -> int:
             place,
             asked=hashlib.sha256(asked.encode()).hexdigest()[:16],
             interface=load_config(None, args.overrides).config.comm.interface,
-            runs=Path(args.runs),
+            runs=Path(args.run).parent if os.sep in args.run else Path(args.runs),  # a name, or `last`
             prepare=prepare,
             options=("--no-verify",) if args.no_verify else (),
             from_step=args.from_step,

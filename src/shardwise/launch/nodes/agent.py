@@ -14,17 +14,21 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from shardwise.launch.nodes.job import NodeJob
 from shardwise.launch.nodes.leader import Leader
 from shardwise.launch.nodes.member import Member
 from shardwise.launch.nodes.secret import read_secret, shared_secret
+from shardwise.run.guards import answering
 
 MOST_FILES = 2**16
+NOTICE = signal.SIGUSR1
 
 
 def work_on_node(job: NodeJob) -> int:
@@ -42,7 +46,14 @@ def work_on_node(job: NodeJob) -> int:
             if place.index == 0:  # the others may not have read it yet when one of them leaves
                 opened.callback(file.unlink, missing_ok=True)
         _open_as_many_files_as_allowed()
+        opened.enter_context(answering([NOTICE], _as_sigterm))
         return Leader(job, secret).work() if place.index == 0 else Member(job, secret, newer).work()
+
+
+def _as_sigterm(number: int, frame: FrameType | None) -> None:
+    """Answers the notice before a time limit, which `sbatch --signal=USR1@60` sends to tasks, as whoever is at work
+    answers SIGTERM: the ranks' supervisor, or the command, which ends."""
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _open_as_many_files_as_allowed() -> None:
