@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
+from shardwise.launch.join import _check_run
 from shardwise.launch.local import next_attempt
 from shardwise.launch.nodes import interfaces
 from shardwise.launch.nodes.hello import check_nodes, config_digest, hello, machine_of
@@ -17,12 +20,14 @@ from shardwise.launch.nodes.interfaces import Interface, choose_interface, is_ro
 from shardwise.launch.nodes.mirror import (
     Outbox,
     check_is_no_mirror,
+    digest_of,
     fetch,
     files_to_read,
     open_mirror,
     piece_of,
     take_in,
 )
+from shardwise.run.ranks import Ranks
 from shardwise.run.rundir import RunDir
 
 HERE = [
@@ -198,3 +203,16 @@ def test_a_directory_that_is_no_mirror_is_left_alone(tmp_path: Path):
     with pytest.raises(UserError, match="is not a mirror"):
         open_mirror(tmp_path, "n0", {})
     assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_a_rank_that_would_execute_another_plan_is_refused(tmp_path: Path):
+    """Under torchrun as well, where ranks read the run's directory by themselves."""
+    run = RunDir(tmp_path)
+    run.config.write_text("[train]\n")
+    run.plan.write_text('{"dp": 1}')
+    announced = {"digest": digest_of(run), "text": "abc"}
+    check = partial(_check_run, run, ranks=Ranks(), device=torch.device("cpu"), reads_text=False)
+    check(announced)
+    run.plan.write_text('{"dp": 2}')
+    with pytest.raises(UserError, match="has another config or plan"):
+        check(announced)
