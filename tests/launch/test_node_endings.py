@@ -24,6 +24,7 @@ from shardwise.launch.nodes.hello import hello
 from shardwise.launch.nodes.job import NodeJob
 from shardwise.launch.nodes.leader import Leader
 from shardwise.launch.nodes.member import Member
+from shardwise.launch.nodes.mirror import MOST_UNSENT, Outbox, send_written
 from shardwise.launch.nodes.secret import new_secret, shared_secret
 from shardwise.launch.place import NodePlace
 
@@ -221,3 +222,17 @@ def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(
         thread.join(5)
     assert found[0][2]["port"] == 7 and 1 not in found[0]
     assert len(asked.report.findings) == 1, "who is silent is not asked again and again"
+
+
+def test_ranks_that_print_faster_than_the_network_carries_fill_no_memory(tmp_path: Path):
+    thread, (ours, theirs) = Background(), socket.socketpair()
+    reader, writer = thread.call(asyncio.open_connection(sock=ours))
+    link, outbox = NodeLink(thread, reader, writer), Outbox(tmp_path)
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "rank1.1.out").write_bytes(bytes(8 * MOST_UNSENT))
+    for _ in range(5):
+        send_written(link, outbox, is_last=False)
+        thread.call(asyncio.sleep(0.05))
+    assert MOST_UNSENT < link.num_unsent_bytes < 3 * MOST_UNSENT
+    theirs.close()
+    thread.close()

@@ -42,6 +42,7 @@ from shardwise.launch.nodes.mirror import (
     open_mirror,
     piece_of,
     sees,
+    send_written,
     shown,
     take_in,
 )
@@ -305,8 +306,7 @@ class _Sending:
         is_over = False
         while not is_over and not self.link.lost:
             is_over = self._over.wait(LOOK_EVERY_S)
-            for name, offset, piece in self.outbox.pieces(is_last=is_over):
-                self.link.send("written", piece, name=name, offset=offset)
+            send_written(self.link, self.outbox, is_over)
         self.link.send("left")
         self.link.flush()
 

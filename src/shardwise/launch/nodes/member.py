@@ -25,15 +25,13 @@ from shardwise.launch.nodes.follower import Follower
 from shardwise.launch.nodes.hello import hello
 from shardwise.launch.nodes.interfaces import choose_interface
 from shardwise.launch.nodes.job import END_S, JOIN_S, READY_S, NodeJob
-from shardwise.launch.nodes.mirror import Outbox, digest_of, fetch, open_mirror, sees
+from shardwise.launch.nodes.mirror import Outbox, digest_of, fetch, open_mirror, sees, send_written
 from shardwise.launch.nodes.refusal import refusal_of
 from shardwise.run.build import corpus_of, model_spec
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import say_error
 
 SEND_EVERY_S = 1.0
-SEND_LAST_S = 20.0  # for what ranks have written last
-MOST_UNSENT = 2**23  # bytes of it that wait in this process
 
 
 class HeadLeft(Exception):
@@ -153,13 +151,8 @@ class Member:
     def _send(self, is_last: bool = False) -> None:
         if self.outbox is None or (not is_last and time.monotonic() - self.sent_at < SEND_EVERY_S):
             return
-        self.sent_at, link = time.monotonic(), self.way.link
-        for name, offset, piece in self.outbox.pieces(is_last):
-            link.send("written", piece, name=name, offset=offset)
-            while is_last and link.num_unsent_bytes > MOST_UNSENT and time.monotonic() - self.sent_at < SEND_LAST_S:
-                time.sleep(0.05)
-            if link.num_unsent_bytes > MOST_UNSENT:  # ranks print faster than the network carries: the rest later
-                break
+        self.sent_at = time.monotonic()
+        send_written(self.way.link, self.outbox, is_last)
 
     def _left(self, frame: Frame | None) -> int:
         """Returns the code with which this node leaves: the head's, or that of a node that has lost it."""

@@ -23,6 +23,7 @@ from typing import Any
 from shardwise.checkpoint.listing import MANIFEST
 from shardwise.errors import UserError
 from shardwise.files import cannot_write
+from shardwise.launch.nodes.connection import NodeLink
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import shell_word
 
@@ -30,6 +31,8 @@ SHARED_SIGN = ".nodes-"  # begins the random name of an empty file of the first 
 SEE_S = 3.0  # seconds in which a network file system shows another node's file
 MIRROR_SIGN = ".mirror"  # marks a directory that is a mirror, and says of what
 PIECE = 2**20  # bytes that travel at once: a slow link must let signs of life through between two
+MOST_UNSENT = 2**23  # bytes that wait in this process for the network
+SEND_LAST_S = 20.0  # seconds for what ranks have written last
 READ = ("config.toml", "plan.json", "own-parts.json")
 WRITTEN = re.compile(r"events/rank\d+\.jsonl|log/rank\d+\.\d+\.(out|err)|crash/rank\d+\.txt|trace/rank-\d+\.json\.gz")
 
@@ -157,6 +160,18 @@ def fetch(path: Path, files: Files, ask: Callable[[str, int], bytes]) -> None:
                 if old != scratch:
                     old.unlink()
         scratch.replace(target)
+
+
+def send_written(link: NodeLink, outbox: Outbox, is_last: bool) -> None:
+    """Sends the first node what ranks have written here since the last time. Where they print faster than the network
+    carries the rest waits in its files; the last time this waits for the network, for a while."""
+    began = time.monotonic()
+    for name, offset, piece in outbox.pieces(is_last):
+        link.send("written", piece, name=name, offset=offset)
+        while is_last and link.num_unsent_bytes > MOST_UNSENT and time.monotonic() - began < SEND_LAST_S:
+            time.sleep(0.05)
+        if link.num_unsent_bytes > MOST_UNSENT:
+            break
 
 
 class Outbox:
