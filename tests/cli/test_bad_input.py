@@ -35,7 +35,7 @@ def refused(run_here, capsys) -> Callable[..., str]:
         code = run_here(*words)
         error = capsys.readouterr().err
         assert code == Exit.USER_MISTAKE, error
-        lines = error.splitlines()
+        lines = [line for line in error.splitlines() if not line.endswith(" ...")]  # what a busy machine is at
         assert [line[:7] for line in lines] == ["error: ", "  why  ", "  fix  "], error
         return error
 
