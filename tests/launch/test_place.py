@@ -272,3 +272,8 @@ def test_a_task_of_pbsdsh_is_a_node_of_pbs(tmp_path):
 def test_nodes_that_are_left_idle_are_said():
     assert "this job has 2 nodes" in (idle_nodes({"SLURM_JOB_NODELIST": "n[1-2]"}) or "")
     assert idle_nodes({"SLURM_JOB_NODELIST": "n1"}) is idle_nodes({}) is None
+
+
+def test_an_address_of_version_6_may_stand_in_brackets():
+    place = own_place({"SHARDWISE_NODE": "1", "SHARDWISE_NODES": "2", "SHARDWISE_HEAD": "[fd77::1], n1"})
+    assert isinstance(place, NodePlace) and place.heads == ("fd77::1", "n1")
