@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from test_perform import job_for
 
-from shardwise.rehearse.classes import rank_classes
 from shardwise.rehearse.perform import perform
 from shardwise.rehearse.rehearsal import rehearse, summary
 
@@ -18,24 +17,18 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_each_rank_runs_the_program_of_its_class(name):
+def test_ranks_run_the_program_of_their_class_and_nothing_is_found_wrong(name):
     job = job_for(**LAYOUTS[name])
-    classes = rank_classes(job.spec, job.plan)
+    found = rehearse(job, limit=2**33)
+    assert found.faults == [] and found.holds
+    classes, programs = found.classes, found.programs
     assert len(classes.first) < job.plan.world
-    programs = [perform(job, rank) for rank in classes.first]
     for rank in {int(rank) for number in range(len(programs)) for rank in classes.ranks(number)[1:][[0, -1]]}:
         mine, theirs = perform(job, rank), programs[classes.of_rank[rank]]
         assert list(mine.calls) == list(theirs.calls), rank
         assert list(mine.events) == list(theirs.events), rank
         assert mine.groups == theirs.groups, rank
         assert mine.peak <= theirs.peak * 1.001, rank
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_nothing_is_found_wrong_with_a_right_plan(name):
-    job = job_for(**LAYOUTS[name])
-    found = rehearse(job, limit=2**33)
-    assert found.faults == [] and found.holds
     told = summary(found)
     assert sum(one["ranks"] for one in told["classes"]) == job.plan.world
     assert {one["axis"] for one in told["calls"]} >= {"world", "shard"}

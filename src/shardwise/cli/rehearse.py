@@ -70,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"schema": 1, **summary(found), **_beside(question, found)}))
     else:
         _show(question, found)
-    return Exit.DONE if found.holds else Exit.FOUND_WRONG
+    if found.holds:
+        return Exit.DONE
+    return Exit.OUT_OF_MEMORY if all(fault.kind == "memory" for fault in found.faults) else Exit.FOUND_WRONG
 
 
 def _checkpoint(name: str, runs: str) -> Checkpoint:
