@@ -26,6 +26,7 @@ PROMISED = [
     "weight-tying",
     "links",
     "nodes",
+    "launch",
     "data-parallel",
     "zero",
     "tensor",

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 HELP = (
     "Run the real program of every class of ranks of a plan on tensors without values, for a cluster of any size: are "
-    "all calls matched, does every stage fit, is everything held and trained on once? Exit 1 if not."
+    "all calls matched, does every stage fit, is everything held and trained on once? Exit 1 if not, 3 if it does not "
+    "fit."
 )
 CONFIG = True
 REPORTS = True
