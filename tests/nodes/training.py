@@ -12,7 +12,7 @@ import pytest
 from commands import SMALL, losses_of
 from nodes import Command, Node
 
-STEPS = 240
+STEPS = 160
 PORT = 29_400
 TINY = [
     *SMALL,
