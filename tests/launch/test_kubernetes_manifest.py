@@ -6,7 +6,6 @@ the tables below, of the fields that are written here, as their releases of 2026
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -268,7 +267,7 @@ def test_a_strange_field_is_found():
     ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("kubernetes_validate") is None, reason="pip install kubernetes-validate")
+@pytest.mark.needs("kubernetes_validate")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_schemas_of_kubernetes_accept_every_manifest(spec, variant):
     import kubernetes_validate
