@@ -3,6 +3,7 @@ behind."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -116,9 +117,10 @@ def thousand_tensors() -> list[torch.Tensor]:
 
 def test_many_tensors_need_no_file_descriptors(ranks):
     ranks.run(os.getpid, 4)  # each rank has a channel
+    gc.collect()  # what tests before left open may be closed at any time
     before = len(os.listdir("/proc/self/fd"))
     answers = ranks.run(thousand_tensors, 4)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert [tensor[0].item() for tensor in answers[3]] == list(range(1000))
 
 

@@ -97,7 +97,8 @@ SEEDED = {  # name -> (what is replaced, by what, what is said, in which line)
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> LaunchSpec:
-    return launch_spec([str(plan_file(tmp_path_factory.mktemp("plan")))], [], Wanted())
+    """Its runs are on a disk that nodes share, wherever this tree lies."""
+    return launch_spec([str(plan_file(tmp_path_factory.mktemp("plan")))], ["run.dir=/shared/runs"], Wanted())
 
 
 def changed(text: str, replacements: list[tuple[str, str]]) -> str:
