@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +18,7 @@ import pytest
 
 from shardwise.errors import Exit, UserError
 from shardwise.launch.local import JobEnds
-from shardwise.launch.nodes import interfaces, preflight
+from shardwise.launch.nodes import connection, interfaces, preflight
 from shardwise.launch.nodes.checks import Checks
 from shardwise.launch.nodes.connection import Background, NodeLink, framed
 from shardwise.launch.nodes.follower import Follower
@@ -104,6 +107,41 @@ def test_a_node_that_leaves_while_others_are_awaited_ends_the_wait(code: Exit, p
     head.join(10)
     assert [error.code for error in raised] == [code]
     assert raised[0].what == ("node 1 (n1): stopped by SIGTERM" if code == Exit.STOPPED else "node 1 (n1) is gone")
+
+
+PEER = """
+import sys
+from shardwise.launch.nodes import interfaces
+from shardwise.launch.nodes.follower import Follower
+interfaces.is_routable = lambda address: True
+with Follower(["127.0.0.1"], int(sys.argv[1]), bytes.fromhex(sys.argv[2]), {"index": 1, "host": "n1"}, 20):
+    sys.stdin.read()
+"""
+
+
+def test_a_process_that_cannot_speak_is_told_apart_from_a_machine_that_is_gone(
+    port: int, monkeypatch: pytest.MonkeyPatch
+):
+    """As one does not that loads a library from a slow disk, with the interpreter's lock held; here it is stopped."""
+    monkeypatch.setattr(connection, "LOST_AFTER_S", 1)
+    monkeypatch.setattr(connection, "PROBE_EVERY_S", 1)
+    monkeypatch.setattr(connection, "ALIVE_EVERY_S", 0.1)
+    with JobHead(HERE, port, 2, SECRET) as head:
+        peer = subprocess.Popen([sys.executable, "-c", PEER, str(port), SECRET.hex()], stdin=subprocess.PIPE)
+        while 1 not in head.links:
+            assert peer.poll() is None, "it has not come"
+            time.sleep(0.01)
+        peer.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)
+        assert head.links[1].lost == ""
+        monkeypatch.setattr(connection, "STUCK_AFTER_S", 2.0)
+        assert "machine answers, but its process has said nothing for 2 s" in head.links[1].lost
+        peer.kill()
+        peer.communicate()
+        deadline = time.monotonic() + 10
+        while not head.links[1].closed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert head.links[1].lost == "its connection was closed"
 
 
 def test_a_head_that_ends_the_job_while_a_node_fetches_its_files_is_heard(port: int, tmp_path: Path):

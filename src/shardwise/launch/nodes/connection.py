@@ -14,9 +14,11 @@ encrypted: who can read along on the network of a job reads its configs, logs an
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import queue
 import secrets
+import socket
 import struct
 import threading
 import time
@@ -32,9 +34,14 @@ CHALLENGE_BYTES, PROOF_BYTES = 16, 32
 PROVE_S = 10.0  # seconds that a stranger may hold a connection
 MOST_JSON = 2**24
 MOST_BYTES = 2**24
-ALIVE_EVERY_S = 2.0
-LOST_AFTER_S = 30.0
-"""Seconds of silence after which a node is taken for lost: a machine without power closes no connection."""
+LOST_AFTER_S = 30
+"""Seconds after which a machine that does not answer is taken for lost: one without power closes no connection. Kernels
+ask each other, so a process that cannot speak, while it loads torch from a slow disk for instance, is not lost."""
+PROBE_EVERY_S = 5
+ALIVE_EVERY_S = 10.0
+STUCK_AFTER_S = 300.0
+"""Seconds without a word of a process after which it is taken for lost though its machine answers."""
+UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 Result = TypeVar("Result")
 
@@ -137,6 +144,7 @@ class NodeLink:
 
     def __init__(self, thread: Background, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._loop, self._reader, self._writer = thread.loop, reader, writer
+        _have_kernel_watch(writer.get_extra_info("socket"))
         self.inbox: queue.Queue[Frame] = queue.Queue()
         self.heard_at = self._beaten_at = time.monotonic()
         self.closed = ""  # why nothing more will come
@@ -148,7 +156,9 @@ class NodeLink:
         if self.closed:
             return self.closed
         silence = self._beaten_at - self.heard_at  # time in which this process itself stood still is no silence
-        return f"nothing was heard of it for {silence:.0f} s" if silence > LOST_AFTER_S else ""
+        if silence <= STUCK_AFTER_S:
+            return ""
+        return f"its machine answers, but its process has said nothing for {silence:.0f} s"
 
     def send(self, kind: str, data: bytes = b"", **words: Any) -> None:
         """Sends a frame, as soon as the connection takes it. To a side that is gone nothing is sent."""
@@ -197,10 +207,12 @@ class NodeLink:
                 self.heard_at = time.monotonic()
                 if frame.words.get("kind") != "alive":
                     self.inbox.put(frame)
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):
             self.closed = "its connection was closed"
         except (OSError, ValueError, RecursionError) as error:
-            self.closed = str(error) or type(error).__name__
+            is_silent = isinstance(error, OSError) and error.errno in UNREACHABLE
+            silence = f"its machine has not answered for {LOST_AFTER_S} s"
+            self.closed = silence if is_silent else str(error) or type(error).__name__
         finally:
             beating.cancel()
             self._writer.close()
@@ -219,6 +231,16 @@ class NodeLink:
     async def _empty(self) -> None:
         self._writer.transport.set_write_buffer_limits(0)  # else a few kB may wait on, and nobody sends them
         await self._writer.drain()
+
+
+def _have_kernel_watch(connection: socket.socket) -> None:
+    """Has this machine's kernel ask the other's whether it is there, and close the connection when it is not."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_EVERY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LOST_AFTER_S)  # also of what was sent
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
