@@ -19,21 +19,22 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any, NoReturn
 
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from shardwise.launch import processes
 
 FIRST_OWN_DESCRIPTOR = 3
 
 
 @contextmanager
 def forked_ranks() -> Iterator[None]:
-    """In here torch's launcher forks the Python processes that it would start."""
-    subprocess_handler.Popen = _fork  # type: ignore[misc, assignment]
+    """In here the launcher forks the Python processes that it would start."""
+    processes.Popen = _fork  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        subprocess_handler.Popen = subprocess.Popen  # type: ignore[misc]
+        processes.Popen = subprocess.Popen  # type: ignore[misc]
 
 
 def _fork(args: tuple[str, ...], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
@@ -42,16 +43,17 @@ def _fork(args: tuple[str, ...], env: dict[str, str], **options: Any) -> subproc
     sys.stdout.flush()
     sys.stderr.flush()  # else it would be written twice
     # Popen forks and redirects; the function that it calls before `exec` never returns, so there is no `exec`.
-    return subprocess.Popen(args, preexec_fn=partial(_be_module, module, words, env), **options)
+    kept = options.pop("pass_fds")
+    return subprocess.Popen(args, preexec_fn=partial(_be_module, module, words, env, kept), pass_fds=kept, **options)
 
 
-def _be_module(module: str, words: list[str], env: dict[str, str]) -> NoReturn:
+def _be_module(module: str, words: list[str], env: dict[str, str], kept: tuple[int, ...]) -> NoReturn:
     code = 1
     try:
         faulthandler.disable()
-        os.closerange(
-            FIRST_OWN_DESCRIPTOR, os.sysconf("SC_OPEN_MAX")
-        )  # as `exec` would; Popen waits for the end of one of them
+        ends = [FIRST_OWN_DESCRIPTOR - 1, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
+        for before, after in pairwise(ends):  # as `exec` would; Popen waits for the end of one of them
+            os.closerange(before + 1, after)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)

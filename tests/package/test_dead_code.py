@@ -19,8 +19,6 @@ FOR_OTHERS = {
     "eval_losses": "the public surface",
     "proven": "the public surface",
     "REPORTS": "cli/main.py looks it up by name in the module of a verb",
-    "reify": "torch's launcher calls it",
-    "root_log_dir": "torch's launcher reads it",
     "_should_skip_dynamo": "torch calls it",
     "_fields_": "ctypes reads it",
     "transform_rows": "makes the table of docs/transforms.md, which tests/docs/test_transforms.py compares with it",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardwise.errors import Exit, UserError
 from shardwise.launch.out_of_memory import out_of_memory
+from shardwise.run.guards import LOST_PEER
 from shardwise.run.ranks import Ranks
 from shardwise.run.rundir import RunDir
 from shardwise.run.session import Session
@@ -42,6 +43,8 @@ def crash(run: RunDir, ranks: Ranks, error: Exception) -> int:
         waited = "time" in said.lower() and "out" in said.lower()
         said = "another rank did not answer within comm.timeout" if waited else "another rank went away"
         why = "it has ended, or is stuck"
+        if ranks.is_supervised:  # the launcher knows which one, and says it once
+            return LOST_PEER
     if ranks.is_first or not lost_peer:
         say_error(f"error: rank {ranks.rank}: {said}\n  why  {why}; details in {file}")
         say_error(f"  fix  {run.how_to_resume()}")

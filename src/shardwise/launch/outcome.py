@@ -1,30 +1,33 @@
-"""Says how ranks ended, in the words of one exit code: whose failure it was, and what the person does next.
+"""Knows how ranks ended, and whose failure it was.
 
 One failure makes others: ranks lose a peer, or are ended by us. Invariant: the rank that is named is the one that
-failed by itself, as far as codes and times tell.
+failed by itself or held the others up, as far as codes, times and signs of life tell; a signal that we have sent is
+never a cause. Read next: verdict.py, which says it to a person.
 """
 
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit
-from shardwise.run.guards import INTERRUPT, stop_signals
-from shardwise.run.rundir import RunDir
-from shardwise.terminal import say, say_error
+from shardwise.launch.judge import Sign, Suspicion, other_collective, where
+from shardwise.launch.processes import said
+from shardwise.launch.signs import name_of
+from shardwise.run.guards import INTERRUPT, LOST_PEER, stop_signals
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import RunProcsResult
+    from shardwise.launch.supervisor import Supervisor
 
 AT_ONCE = (*(-number for number in (*stop_signals(), INTERRUPT)), int(Exit.INTERRUPTED), int(Exit.STOPPED))
 """Exit codes of a rank that was told to stop and had nothing to commit: by the signal, or at the second Ctrl-C."""
 
 MOST_TEXT = 4000  # characters of what a rank has printed that travel to another node
+
+CRASHES = tuple(getattr(signal, name, 0) for name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"))
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ class Failure:
     code: int  # a signal's is negative
     at: float  # seconds since 1970
     text: str = ""  # what it has said; nothing of the first rank, which says it on the terminal
+    by_us: bool = False  # whether it was ended from here
+    doing: str = ""  # what it was at
+    waits: bool = False  # whether it waited for others
 
 
 @dataclass(frozen=True)
@@ -43,78 +49,161 @@ class RanksEnded:
 
     signals: tuple[int, ...] = ()  # that came to their agent and were passed on to them
     failures: tuple[Failure, ...] = field(default=())
+    suspicion: Suspicion | None = None  # who held the others up, and was ended for it
+    impatience: str = ""  # why ranks that were asked to stop were ended
+    memory_kills: int = 0  # processes that the system has killed for memory meanwhile
+    has_begun: bool = False  # whether a step had begun
+    host: str = field(default_factory=socket.gethostname)
 
     @classmethod
-    def of(cls, signals: Sequence[int], result: RunProcsResult, first: int) -> RanksEnded:
-        """Returns how the ranks of this process's node ended. `first`: the rank of the first of them."""
+    def of(cls, supervisor: Supervisor, memory_kills: int) -> RanksEnded:
+        """Returns how the ranks of this process's node ended."""
+        ranks, watch = supervisor.ranks, supervisor.watch
+        pulses = {rank: watch.pulse(rank) for rank in ranks.pids}
         failures = [
-            Failure(first + local, failure.exitcode, failure.timestamp, _said(result.stderrs.get(local, "")))
-            for local, failure in result.failures.items()
+            Failure(
+                rank,
+                code,
+                ranks.ended_at[rank],
+                said(ranks.files[rank], MOST_TEXT) if rank else "",
+                by_us=-code in ranks.sent[rank] and -code == signal.SIGKILL,
+                doing=where(pulses[rank]),
+                waits=pulses[rank].waits,
+            )
+            for rank, code in ranks.codes.items()
+            if code
         ]
-        return cls(tuple(signals), tuple(failures))
+        has_begun = any(pulse.steps for pulse in pulses.values())
+        found = supervisor.suspicion
+        if found is None and failures and all(one.code == LOST_PEER or one.by_us for one in failures):
+            found = other_collective([Sign(rank, pulse) for rank, pulse in pulses.items()])
+        return cls(tuple(supervisor.asked), tuple(failures), found, supervisor.impatience, memory_kills, has_begun)
+
+    @classmethod
+    def from_dict(cls, words: Mapping[str, Any]) -> RanksEnded:
+        """Returns what another node has sent as the dict of its own."""
+        found = words.get("suspicion")
+        known = {name: words[name] for name in ("impatience", "memory_kills", "has_begun", "host") if name in words}
+        return cls(
+            tuple(words["signals"]),
+            tuple(Failure(**failure) for failure in words["failures"]),
+            Suspicion(**found) if found else None,
+            **known,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns this as plain values, to be sent."""
+        return asdict(self)
 
     @property
     def stopped_at_once(self) -> bool:
-        """Whether all ranks that failed did so because they were told to stop."""
-        return bool(self.signals and self.failures) and all(one.code in AT_ONCE for one in self.failures)
+        """Whether all ranks that failed did so because they were told to stop, or were ended because they did not."""
+        by_signal = all(one.code in AT_ONCE or one.by_us for one in self.failures)
+        return bool(self.signals or self.impatience) and bool(self.failures) and by_signal and self.suspicion is None
 
 
-def _said(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8", errors="replace").strip()[-MOST_TEXT:] if file else ""
-    except OSError:
-        return ""
+@dataclass(frozen=True)
+class Cause:
+    """Why ranks ended: the first culprit, in words."""
+
+    fault: str  # one word in capitals: KILLED, STOPPED, STUCK, MEMORY, ...
+    rank: int
+    how: str  # a clause about the rank
+    doing: str  # what it was at
+    why: str
+    code: Exit
+    outside: bool  # whether the cause lies outside of this run
+    again: bool  # whether another start may help
+    waiting: str = ""  # who merely waited
+    host: str = ""
+
+    @property
+    def who(self) -> str:
+        """The culprit in one line, with those that only waited for it."""
+        link = "in" if self.doing.startswith(("step", "set-up")) else "while"
+        at = f" {link} {self.doing}" if self.doing else ""
+        return f"rank {self.rank} {self.how}{at}" + f"; {self.waiting}" * bool(self.waiting)
+
+
+def cause_of(ended: RanksEnded) -> Cause | None:
+    """Returns why ranks ended; None where the one that failed first ended by itself and has said why."""
+    if (found := ended.suspicion) is not None:
+        return Cause(
+            FAULTS[found.fault],
+            found.rank,
+            found.how,
+            found.at,
+            WHY[found.fault],
+            Exit.HARDWARE,
+            outside=found.fault in ("stopped", "network"),
+            again=True,
+            waiting=found.waiting,
+            host=ended.host,
+        )
+    first = culprit(ended.failures)
+    if first.code == LOST_PEER:
+        how, why = "lost its connection to another rank", "no rank was seen to end, or nothing came within comm.timeout"
+        return Cause("NETWORK", first.rank, how, first.doing, why, Exit.HARDWARE, outside=True, again=True)
+    if first.code >= 0:
+        return None
+    name = name_of(-first.code)
+    fault, why, code, outside = "KILLED", "nobody here sent it: somebody else on this machine did", Exit.HARDWARE, True
+    if first.code == -signal.SIGKILL:
+        why = "it was not sent from here, and the system has killed nothing for memory: somebody else did it"
+        if ended.memory_kills:
+            fault, why, code = "MEMORY", "the system killed it because memory ran out", Exit.OUT_OF_MEMORY
+            outside = False
+    elif -first.code in CRASHES:
+        fault, outside = "CRASH", False
+        why = "compiled code crashed: a library, a driver, or memory that is broken"
+    others = [one.rank for one in ended.failures if one.rank != first.rank]
+    waiting = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:8]))} only lost it" if others else ""
+    how = f"was killed by {name}"
+    return Cause(fault, first.rank, how, first.doing, why, code, outside, again=True, waiting=waiting, host=ended.host)
+
+
+FAULTS = {
+    "stopped": "STOPPED",
+    "interpreter held": "STUCK",
+    "stuck": "STUCK",
+    "another collective": "MISMATCH",
+    "network": "NETWORK",
+}
+WHY = {
+    "stopped": "somebody stopped its process, and nobody continued it; it was ended, so that the others need not wait",
+    "interpreter held": "a call into compiled code never came back; its stack is in crash/",
+    "stuck": "its main thread is at one place; its stack is in crash/",
+    "another collective": "ranks must call the same collectives in the same order; stacks are in crash/",
+    "network": "a message between ranks did not arrive; stacks are in crash/",
+}
 
 
 def culprit(failures: Sequence[Failure]) -> Failure:
-    """Returns the failure that explains the others: a rank that was killed; else the one with the most telling code."""
-    killed = [one for one in failures if one.code < 0]
-    first = min(killed or failures, key=lambda one: one.at)
-    if first.code == -signal.SIGTERM or not killed:  # SIGTERM is ours, sent to the survivors: who really failed?
-        first = min(failures, key=_least_telling_last)
-    return first
+    """Returns the failure that explains the others: a rank that was killed by somebody else; else the one with the most
+    telling code."""
+    own = [one for one in failures if not one.by_us] or list(failures)
+    killed = [one for one in own if one.code < 0]
+    first = min(killed or own, key=lambda one: one.at)
+    return first if killed else min(own, key=_least_telling_last)
 
 
-def _least_telling_last(failure: Failure) -> tuple[bool, bool, float]:
+def _least_telling_last(failure: Failure) -> tuple[bool, float]:
     """Returns a sort key by which a rank that lost a peer comes after others: it only says that another one failed."""
-    return failure.code < 0, failure.code == Exit.HARDWARE, failure.at
+    return failure.code == LOST_PEER, failure.at
 
 
-def exit_code(run: RunDir, ended: RanksEnded) -> int:
-    """Reports how the ranks ended, where they have not said so themselves, and returns the exit code of the whole."""
-    if ended.stopped_at_once:
-        return _stopped_at_once(run, ended.signals[0])
-    event = run.last_event() or {}
-    if not ended.failures:
-        return int(event.get("exit", Exit.DONE))
-    first = culprit(ended.failures)
-    if first.code >= 0:
-        if any(one.rank == 0 and one.code == first.code for one in ended.failures):
-            return first.code  # the first rank has said the same on the terminal
-        say_error(first.text)
-        if event.get("exit") != first.code:  # the first rank was ended, or has seen only that this one was gone
-            why = first.text.splitlines()[0] if first.text else f"rank {first.rank} failed"
-            run.append({"event": "failed", "exit": first.code, "why": why, "wall_time": time.time()})
-        return first.code
-    name = signal.Signals(-first.code).name
-    say_error(f"error: rank {first.rank} was killed by {name}")
-    hint = (
-        "the system kills processes when it runs out of memory; train.micro_batch=1 needs less"
-        if name == "SIGKILL"
-        else f"details in {run.log}"
+def together(own: RanksEnded, others: Iterable[tuple[RanksEnded, bool]], was_ended: bool) -> RanksEnded:
+    """Returns how the ranks of all nodes ended. Where ranks failed by themselves, those that were ended because of them
+    have no say: `was_ended`, and the second of each pair."""
+    found = [(own, was_ended), *others]
+    first = [one for one, ended in found if not ended and one.failures] or [one for one, _ in found]
+    suspect = next((one for one in first if one.suspicion), first[0])
+    return RanksEnded(
+        tuple(number for one, _ in found for number in one.signals),
+        tuple(failure for one in first for failure in one.failures),
+        suspect.suspicion,
+        next((one.impatience for one, _ in found if one.impatience), ""),
+        sum(one.memory_kills for one in first),
+        any(one.has_begun for one, _ in found),
+        suspect.host if suspect.suspicion else next((one.host for one in first if one.failures), own.host),
     )
-    say_error(f"  why  {hint}")
-    say_error(f"  fix  {run.how_to_resume()}")
-    why = f"rank {first.rank} killed by {name}"
-    run.append({"event": "failed", "exit": int(Exit.HARDWARE), "why": why, "wall_time": time.time()})
-    return int(Exit.HARDWARE)
-
-
-def _stopped_at_once(run: RunDir, number: int) -> int:
-    """Reports ranks that had nothing to commit yet, or were told twice to stop; returns the exit code."""
-    code = Exit.INTERRUPTED if number == signal.SIGINT else Exit.STOPPED
-    why = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    say(f"STOPPED  at once, by {why}; the last checkpoint, if any, is kept            exit {int(code)}, resumable")
-    say(f"  do     {run.how_to_resume()}")
-    run.append({"event": "stopped", "exit": int(code), "why": why, "wall_time": time.time()})
-    return int(code)

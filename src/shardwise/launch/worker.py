@@ -31,6 +31,7 @@ from shardwise.report.header import weights_line
 from shardwise.report.reporter import Reporter
 from shardwise.run.build import corpus_of, model_spec
 from shardwise.run.guards import StopRequests
+from shardwise.run.heartbeat import Heartbeat, heartbeat_of
 from shardwise.run.loop import train
 from shardwise.run.own_parts import OwnParts
 from shardwise.run.ranks import Ranks, ranks_from_environment
@@ -89,13 +90,15 @@ def run_worker(
     say = terminal.say if ranks.is_first else lambda line: None
     session: Session | None = None
     stops: StopRequests | None = None
+    heartbeat = heartbeat_of(ranks.heartbeat)
     try:
-        session = _set_up(run, ranks, inputs or _read_inputs(run, own or OwnParts()), from_step)
+        session = _set_up(run, ranks, inputs or _read_inputs(run, own or OwnParts()), from_step, heartbeat)
         with (
             run.join_lock() if ranks.is_first else nullcontext(),
             StopRequests(run, session.config.train.time_limit, say, launcher) as stops,
         ):
             if verify:
+                heartbeat.enter("proving")
                 with patience("proving  this layout on a small model ...", 3.0) if ranks.is_first else nullcontext():
                     line = prove_once(session)
                 if line:
@@ -146,7 +149,7 @@ def _read_inputs(run: RunDir, own: OwnParts) -> RunInputs:
     return RunInputs(config, spec, corpus, Plan.from_dict(run.read_plan()), own=own)
 
 
-def _set_up(run: RunDir, ranks: Ranks, inputs: RunInputs, from_step: int | None) -> Session:
+def _set_up(run: RunDir, ranks: Ranks, inputs: RunInputs, from_step: int | None, heartbeat: Heartbeat) -> Session:
     """Prepares the device and joins the other ranks; returns the session."""
     config, plan = inputs.config, inputs.plan
     if plan.world != ranks.world:
@@ -172,7 +175,7 @@ def _set_up(run: RunDir, ranks: Ranks, inputs: RunInputs, from_step: int | None)
     if ranks.world > 1:
         start_process_group(plan, device)
     limit = rank_memory_limit(config, this_machine().times(ranks.nodes), plan)
-    return Session(run, inputs, ranks, device, limit, from_step)
+    return Session(run, inputs, ranks, device, limit, from_step, heartbeat)
 
 
 def check_torch(plan: Plan, version: str) -> None:

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from shardwise.run.heartbeat import Heartbeat
+
 KINDS = ("data_wait", "compute", "comm_exposed", "bubble", "optimizer")
 
 
@@ -88,6 +90,9 @@ class Clock:
 
     mark: Callable[[str], AbstractContextManager[Any]] | None = None
     """Makes a named range in a profiler's trace (profile.py); None where nobody traces."""
+
+    heartbeat: Heartbeat | None = None
+    """Is told which span is open; None where nobody looks."""
 
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"
@@ -162,6 +167,8 @@ class _Open:
         if self.mark:
             self.mark.__enter__()
         self.clock.open.append(self.span)
+        if self.clock.heartbeat:
+            self.clock.heartbeat.opened(self.span)
         self.start = self.clock.moment()
         return self.span
 
@@ -170,6 +177,8 @@ class _Open:
         if self.mark:
             self.mark.__exit__(None, None, None)
         self.clock.open.pop()
+        if self.clock.heartbeat:
+            self.clock.heartbeat.closed(self.span.parent)
         self.clock.close(self.span, self.start, end)
 
 

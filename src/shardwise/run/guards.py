@@ -24,6 +24,9 @@ from shardwise.terminal import is_live
 ORPHAN_GRACE_S = 60.0  # an orphan that cannot finish its step in this time (its peers are gone) ends by force
 
 
+LOST_PEER = 105
+"""What the process of a rank ends with, for its launcher alone, when all it knows is that another one has failed."""
+
 INTERRUPT: int = getattr(signal, "SIGUSR1", signal.SIGINT)
 """The signal by which the launcher passes Ctrl-C on: a Python that is only just starting does not answer it with a
 traceback."""

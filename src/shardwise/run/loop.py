@@ -21,28 +21,36 @@ from shardwise.run.trainer import Trainer
 def train(session: Session, stops: StopRequests, planner: Planner, listener: Listener) -> Exit:
     """Collective. Trains and returns DONE when all steps are made; else why they are not: STOPPED, INTERRUPTED or
     DIVERGED."""
+    heartbeat = session.heartbeat
+    heartbeat.enter("set-up")
     with ExitStack() as opened:  # whatever happens, threads end and files are closed
         setup = Setup(session, planner, listener, opened)
         listener.started(setup)
         trainer = Trainer(setup, stops)
 
         for step in trainer.steps():
+            heartbeat.step(step)
             trainer.start(step)
             listener.step_started(step)
             for finished in trainer.results_due(step):
                 listener.step(finished)
             if trainer.evaluates(step):
-                listener.evaluated(step, trainer.evaluate(), trainer.own_evaluation())
+                with heartbeat.during("evaluating"):
+                    listener.evaluated(step, trainer.evaluate(), trainer.own_evaluation())
             if trainer.samples(step):
-                listener.sampled(trainer.sample())
+                with heartbeat.during("sampling"):
+                    listener.sampled(trainer.sample())
             trainer.restart_clock()
             if trainer.saves(step):
-                trainer.save(step)
-                listener.saved(step)
+                with heartbeat.during("saving"):
+                    trainer.save(step)
+                    listener.saved(step)
 
+        heartbeat.enter("saving")
         if trainer.commits():
             trainer.save(trainer.last)
             listener.saved(trainer.last)
+        heartbeat.enter("ending")
         if setup.fills_bubbles:
             listener.filled(trainer.last, setup.filler.result() if setup.filler else None)
         ending = trainer.ending()

@@ -15,6 +15,12 @@ class Ranks:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
+    heartbeat: str | None = None  # where its launcher reads signs of life (heartbeat.py); None: nobody does
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether a launcher of ours watches this rank, and says how it ended."""
+        return self.heartbeat is not None
 
     @property
     def is_first(self) -> bool:
@@ -35,6 +41,7 @@ def ranks_from_environment() -> Ranks:
         world,
         int(os.environ.get("LOCAL_RANK", rank)),
         int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        os.environ.get("SHARDWISE_HEARTBEAT"),
     )
 
 

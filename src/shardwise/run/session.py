@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from shardwise.run.heartbeat import Heartbeat
 from shardwise.run.own_parts import OwnParts
 from shardwise.run.ranks import Ranks
 from shardwise.run.rundir import RunDir
@@ -46,6 +47,7 @@ class Session:
     device: torch.device
     memory_limit: int  # bytes that this rank may use
     from_step: int | None = None  # the checkpoint to resume from; None for the newest
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @property
     def config(self) -> Config:

@@ -63,6 +63,7 @@ class Setup:
         validation, num_batches = session.corpus.validation, config.train.eval_batches
         self.filler = held_out_filler(self.engine, validation, num_batches) if self.fills_bubbles else None
         self.clock = Clock(device)
+        self.clock.heartbeat = session.heartbeat
         num_watched = (1 if self.fills_bubbles else 2) if config.run.events_every else 0
         self.watched_steps = range(self.done + 1, self.done + num_watched + 1)
         self.memory = MemoryWatch(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from shardwise.errors import Exit, UserError
 from shardwise.launch.allocator import set_allocator
-from shardwise.launch.local import JobEnds, Share, loopback_store, next_attempt, ranks_ended
+from shardwise.launch.local import Share, loopback_store, next_attempt, ranks_ended
 from shardwise.launch.nodes.checks import Checks
 from shardwise.launch.nodes.connection import Frame
 from shardwise.launch.nodes.head import JobHead
@@ -23,8 +23,10 @@ from shardwise.launch.nodes.job import END_S, JOIN_S, READY_S, NodeJob
 from shardwise.launch.nodes.mirror import digest_of, files_to_read, piece_of, shown, take_in
 from shardwise.launch.nodes.preflight import Preflight, Report
 from shardwise.launch.nodes.refusal import refusal_of, refused_by
-from shardwise.launch.outcome import Failure, RanksEnded, exit_code
+from shardwise.launch.outcome import RanksEnded, together
 from shardwise.launch.start import PlannedRun, write_run
+from shardwise.launch.supervisor import JobEnds
+from shardwise.launch.verdict import exit_code
 from shardwise.private_names import check_private_names
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import patience, say, say_error
@@ -254,19 +256,8 @@ class Leader:
             say_error(f"error: {problem.what}\n  why  {problem.why}\n  fix  {run.how_to_resume()}")
             run.append({"event": "failed", "exit": int(problem.code), "why": problem.what, "wall_time": time.time()})
             return int(problem.code)
-        return exit_code(run, _together(own, self.ended.values(), was_ended=bool(self._failed_first())))
+        others = [(RanksEnded.from_dict(words), bool(words["was_ended"])) for words in self.ended.values()]
+        return exit_code(run, together(own, others, was_ended=bool(self._failed_first())))
 
     def _failed_first(self) -> list[int]:
         return [index for index, words in self.ended.items() if words["failures"] and not words["was_ended"]]
-
-
-def _together(own: RanksEnded, others: Iterable[Mapping[str, Any]], was_ended: bool) -> RanksEnded:
-    """Returns how the ranks of all nodes ended. Where ranks failed by themselves, those that were ended because of them
-    have no say."""
-    found = [(own.signals, own.failures, was_ended)]
-    for words in others:
-        failures = [Failure(**failure) for failure in words["failures"]]
-        found.append((tuple(words["signals"]), tuple(failures), bool(words["was_ended"])))
-    signals = tuple(signal for node in found for signal in node[0])
-    first = [failure for _, failures, ended in found if not ended for failure in failures]
-    return RanksEnded(signals, tuple(first or [failure for _, failures, _ in found for failure in failures]))

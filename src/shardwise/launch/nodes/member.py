@@ -11,14 +11,13 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
 from shardwise.launch.allocator import set_allocator
-from shardwise.launch.local import JobEnds, Share, ranks_ended
+from shardwise.launch.local import Share, ranks_ended
 from shardwise.launch.nodes.checks import Checks
 from shardwise.launch.nodes.connection import Frame
 from shardwise.launch.nodes.follower import Follower
@@ -27,6 +26,7 @@ from shardwise.launch.nodes.interfaces import choose_interface
 from shardwise.launch.nodes.job import END_S, JOIN_S, READY_S, NodeJob
 from shardwise.launch.nodes.mirror import Outbox, digest_of, fetch, open_mirror, sees, send_written
 from shardwise.launch.nodes.refusal import refusal_of
+from shardwise.launch.supervisor import JobEnds
 from shardwise.run.build import corpus_of, model_spec
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import say_error
@@ -94,8 +94,7 @@ class Member:
         )
         ended = ranks_ended(run, share, words["threads"], words["options"], attend=self._attend)
         self._send(is_last=True)
-        failures = [asdict(failure) for failure in ended.failures]
-        link.send("ended", signals=list(ended.signals), failures=failures, was_ended=self.was_ended)
+        link.send("ended", **ended.to_dict(), was_ended=self.was_ended)
         return self._left(self.last or link.receive("exit", "refuse", timeout=READY_S))  # rank 0 may have more to do
 
     def _open(self, words: dict[str, Any]) -> RunDir:
