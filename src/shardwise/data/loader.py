@@ -8,6 +8,7 @@ timing; a mistake in the thread surfaces in `next()`, in the caller's thread.
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass
 from queue import Empty, Full, Queue
 from types import TracebackType
@@ -79,7 +80,8 @@ def number_rows(step: int, rows: range) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This loader's rows of one step. `num_targets` counts the targets with loss in these rows, not in all ranks'."""
+    """This loader's rows of one step, or of the batch of this number where some are passed over. `num_targets` counts
+    the targets with loss in these rows, not in all ranks'."""
 
     step: int
     microbatches: list[TensorBatch]
@@ -87,7 +89,7 @@ class StepBatch:
 
 
 class Loader:
-    """Yields steps first_step, first_step + 1, ... without end; keeps `depth` of them ready."""
+    """Yields batches first_step, first_step + 1, ... without end; keeps `depth` of them ready."""
 
     def __init__(
         self,
@@ -99,15 +101,17 @@ class Loader:
         num_microbatches: int = 0,
         same_shape: bool = False,
         first_step: int = 1,
+        passed_over: Collection[int] = (),
         depth: int = 2,
         pin_memory: bool = False,
     ):
-        """At least `num_microbatches` are made of a step; what the rows do not fill has no targets and changes nothing.
-        With `same_shape` every micro-batch has `micro_batch` rows, as pipelines need."""
+        """`first_step` is the number of the first batch; those that are passed over are read, for the sake of streams,
+        and dropped. At least `num_microbatches` are made of a step; what the rows do not fill has no targets and
+        changes nothing. With `same_shape` every micro-batch has `micro_batch` rows, as pipelines need."""
         assert micro_batch >= 1 and depth >= 1, (micro_batch, depth)
         self._sequences, self._global_batch, self._rows = sequences, global_batch, rows
         self._micro_batch, self._num_microbatches, self._same_shape = micro_batch, num_microbatches, same_shape
-        self._pin_memory = pin_memory
+        self._pin_memory, self._passed_over = pin_memory, frozenset(passed_over)
         self._ready: Queue[StepBatch | BaseException] = Queue(maxsize=depth)
         self._closing = threading.Event()
         self._failure: BaseException | None = None
@@ -149,7 +153,8 @@ class Loader:
                 item: StepBatch | BaseException = self._load(step)
             except BaseException as error:  # handed over and raised again by next()
                 item = error
-            self._put(item)
+            if isinstance(item, BaseException) or step not in self._passed_over:
+                self._put(item)
             if isinstance(item, BaseException):
                 return
             step += 1

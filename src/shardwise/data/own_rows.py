@@ -95,6 +95,10 @@ class RowStream:
             self._states.pop(step - 16, None)  # the loader is a few steps ahead of the checkpoint
         return batch_of(found[rows.start : rows.stop], self.seq_len, self.vocab, self.padding)
 
+    def begin_anew(self) -> None:
+        """Forgets how far the iterable was read: the next step that is asked for may be an earlier one."""
+        self._iterator, self._next_step, self._first = None, None, []
+
     def _take(self) -> Any:
         if self._first:
             return self._first.pop(0)

@@ -303,13 +303,14 @@ def counting_first(layers: Iterable[MixtureOfExperts]) -> Iterator[Callable[[Ten
 
 
 @torch.no_grad()
-def update_router_bias(model: nn.Module) -> None:
+def update_router_bias(model: nn.Module, *, moves: bool = True) -> None:
     """Makes overloaded experts a little less likely (DeepSeek-V3, 2.1.2), after the optimizer step; counts start anew.
+    Biases stay where they are (`moves` false) after a step whose update was left out.
 
     `tokens_per_expert` must count the tokens of the whole step: whoever splits the batch first sums it over the parts.
     """
     for layer in moe_layers(model):
-        if layer.router.bias is not None and layer.bias_update_rate:
+        if moves and layer.router.bias is not None and layer.bias_update_rate:
             counts_E = layer.tokens_per_expert.to(layer.router.bias.dtype)
             layer.router.bias += layer.bias_update_rate * (counts_E.mean() - counts_E).sign()
         layer.tokens_per_expert.zero_()

@@ -148,11 +148,12 @@ class Engine:
                 shard.local.grad = shard.gradient_here
         return self._counted(sums)
 
-    def norm_and_sums(self, sums: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    def norm_and_sums(self, sums: Tensor, *, agreed: bool = False) -> tuple[Tensor, Callable[[], Tensor]]:
         """Collective. Returns the global gradient norm (`grad_norm`) without the loss scale, and a function that waits
         for `sums` (losses and other sums of the step) over all ranks: one small all-reduce. Whole replicas need no
-        other rank for the norm, and the all-reduce runs while they update. The tokens that each expert got are summed
-        by the same all-reduce: afterwards every layer has its counts over all ranks."""
+        other rank for the norm, and the all-reduce runs while they update, unless the norm decides about the update and
+        is to be `agreed`: a gradient may be damaged on one rank alone. The tokens that each expert got are summed by
+        the same all-reduce: afterwards every layer has its counts over all ranks."""
         squared, counts = squared_norm(self.shards).to(sums.device).view(1), self._expert_counts()
         both = torch.cat([squared, sums, counts.flatten()])
         pending = [dist.all_reduce(both, async_op=True)] if self.plan.world > 1 else []
@@ -163,7 +164,7 @@ class Engine:
                     pending.pop().wait()
             return both[1 : 1 + len(sums)]
 
-        if not counts.numel() and all(shard.replicas == self.plan.world for shard in self.shards):
+        if not agreed and not counts.numel() and all(shard.replicas == self.plan.world for shard in self.shards):
             return (squared * self.plan.world).sqrt()[0] / self.scaler.scale, wait
         wait()
         self.expert_counts = both[1 + len(sums) :].view_as(counts)
@@ -203,11 +204,11 @@ class Engine:
         self.zero_grad()
         return found
 
-    def balance_experts(self) -> None:
-        """Moves router biases by how many tokens each expert got. Called after `norm_and_sums`, which sums the counts
-        over all ranks."""
+    def balance_experts(self, *, moves: bool = True) -> None:
+        """Moves router biases by how many tokens each expert got, and counts anew. Called after `norm_and_sums`, which
+        sums the counts over all ranks."""
         for model in self.models:
-            update_router_bias(model)
+            update_router_bias(model, moves=moves)
 
     def _count_experts_first(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> None:
         """Collective. Runs a step's micro-batches forward only, for the tokens each expert gets in all of them: what

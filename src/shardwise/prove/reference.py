@@ -181,7 +181,7 @@ def plain_update(
         optimizer.step()
     scaler.update(overflowed=overflowed)
     optimizer.zero_grad()
-    update_router_bias(model)
+    update_router_bias(model, moves=not overflowed)
     return float(norm)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ def repeat_first_steps(
         return None, None
     if isinstance(session.corpus.train, RowStream) and not session.corpus.train.can_repeat:
         return None, "proof    left out: data yields its rows once"
+    if not all(math.isfinite(losses[step]) for step in steps):
+        return None, "proof    left out: one of the first steps was not finite, and skipped"
     alone_s = (step_s or 0.0) * plan.world * len(steps)
     if alone_s > LIMIT_S:
         seconds = format_seconds(alone_s)
@@ -52,7 +55,14 @@ def repeat_first_steps(
         needed, limit = format_bytes(2 * peak_bytes), format_bytes(session.memory_limit)
         return None, f"proof    left out: a second model needs {needed} of {limit}"
     alone = single_process_losses(
-        session.config, plan, session.spec, session.corpus, session.device, len(steps), session.own
+        session.config,
+        plan,
+        session.spec,
+        session.corpus,
+        session.device,
+        len(steps),
+        session.own,
+        session.inputs.passed_over.batches,
     )
     difference = max(abs(a - losses[step]) for step, a in zip(steps, alone, strict=True))
     is_same = difference <= plan.formats.proof_limit * max(1.0, *alone)
@@ -71,8 +81,10 @@ def single_process_losses(
     device: torch.device,
     num_steps: int = NUM_STEPS,
     own: OwnParts = NOTHING_OWN,
+    passed_over: Collection[int] = (),
 ) -> list[float]:
-    """Returns the losses of steps 1 … num_steps, in nats, when one process computes every row of every batch."""
+    """Returns the losses of steps 1 … num_steps, in nats, when one process computes every row of every batch
+    that is not passed over."""
     model = adapted_model(config, spec, plan.precision, KEPT[plan.precision], device)
     if plan.formats.is_fp8:
         blocks = model.blocks() if isinstance(model, TransformersModel) else model.layers.values()
@@ -88,7 +100,8 @@ def single_process_losses(
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
     rows, losses = range(plan.global_batch), []
     source = corpus.train.anew() if isinstance(corpus.train, TokenStream) else corpus.train
-    with Loader(source, global_batch=plan.global_batch, rows=rows, micro_batch=plan.micro_batch) as loader:
+    cut: dict[str, Any] = dict(global_batch=plan.global_batch, micro_batch=plan.micro_batch)
+    with Loader(source, rows=rows, passed_over=passed_over, **cut) as loader:
         for step in range(1, num_steps + 1):
             batch = loader.next()
             micro = (part.to(device) for part in batch.microbatches)

@@ -27,6 +27,10 @@ class History:
         for key in self.parts:
             self.parts[key] += line[key]
 
+    def forget_after(self, step: int) -> None:
+        """Drops the losses of steps that are made anew; the time that they took was taken."""
+        self.losses = {number: loss for number, loss in self.losses.items() if number <= step}
+
     def median_step_s(self) -> float | None:
         """Returns the median step in seconds; None for a run of a single step, or one that was complete when it was
         resumed."""

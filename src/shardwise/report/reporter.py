@@ -26,6 +26,7 @@ from shardwise.run.bubble_filling import FilledBubbles
 from shardwise.run.clock import KINDS
 from shardwise.run.evaluate import perplexity
 from shardwise.run.events import Events
+from shardwise.run.going_back import WayBack
 from shardwise.run.guards import StopRequests
 from shardwise.run.listener import Ending, FinishedStep, Listener
 from shardwise.run.loggers import whole_config
@@ -96,6 +97,8 @@ class Reporter(Listener):
             self.events.record_experts(finished.step, finished.result.expert_tokens)
             self.metrics.write(line)
         self.view.step(line, finished.is_timed)
+        if finished.result.skipped and not self.session.plan.scales_loss:
+            self.say(f"skip     step {finished.step}: the gradients are not finite; no rank made the update")
         if self.metrics and finished.side_eval:
             self.metrics.write(finished.side_eval)
         if finished.measured:
@@ -138,6 +141,17 @@ class Reporter(Listener):
         if self.metrics and self.comparison:
             write_plan(self.session.run, self.session.plan, self.prediction, self.comparison)
             self._say(short_lines(self.comparison))
+
+    def went_back(self, way: WayBack) -> None:
+        trouble, passed = way.trouble, [*way.batches]
+        about = {"why": trouble.why, "went_back_from": trouble.step, "passed_over": passed}
+        self.history.forget_after(way.to)
+        if self.metrics:
+            self.metrics.write({"event": "resumed", "step": way.to, **about, "wall_time": time.time()})
+        self.say(f"back     from step {trouble.step} to the checkpoint of step {way.to}: {trouble.why}")
+        if passed:
+            which = f"batch {passed[0]}" if len(passed) == 1 else f"batches {passed[0]} to {passed[-1]}"
+            self.say(f"         {which} of the data passed over from now on, see {self.session.run.passed_over}")
 
     # Between steps ------------------------------------------------------------------------------------------------
 

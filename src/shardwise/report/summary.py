@@ -78,9 +78,11 @@ def stopped_lines(run: RunDir, ending: Ending) -> list[str]:
             f"  do     {run.how_to_resume('memory.precision=bf16', 'memory.loss_scale=auto')}",
         ]
     if ending.code == Exit.DIVERGED:
+        no_way_back = [f"         not gone back to a checkpoint: {ending.why}"] if ending.why else []
         return [
             f"STOPPED  step {step}: the loss is not a number any more                    exit {code}, diverged",
             "  why    usually the learning rate is too high, or the data holds something extreme",
+            *no_way_back,
             f"  do     {run.how_to_resume('optimizer.lr=…', allow=['optimizer.lr'])}   (half of it, say)",
             "         or run.on_nan=skip, which passes over such steps",
         ]

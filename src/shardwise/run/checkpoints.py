@@ -53,7 +53,7 @@ def save(session: Session, step: int, engine: Engine, optimizer: torch.optim.Opt
     if session.ranks.is_first:
         state = {"model": session.spec.to_dict(), "plan": session.plan.to_dict(), "seed": session.config.train.seed}
         state |= adapter_state(session.config, session.spec)
-        if (rows := session.corpus.train.state_after(step)) is not None:
+        if (rows := session.corpus.train.state_after(session.inputs.passed_over.number(step))) is not None:
             state["data"] = rows
         if session.corpus.fingerprint is not None:
             state["corpus"] = session.corpus.fingerprint
@@ -106,7 +106,7 @@ def restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, 
     restore_state(engine, optimizer, checkpoint)
     engine.scaler.restore(state.get("loss_scale", {}))
     if isinstance(session.corpus.train, RowStream | TokenStream) and "data" in state:
-        session.corpus.train.restore(state["data"], checkpoint.step + 1)
+        session.corpus.train.restore(state["data"], session.inputs.passed_over.number(checkpoint.step) + 1)
     if state.get("corpus", session.corpus.fingerprint) != session.corpus.fingerprint:
         say("data     the text is not the one that the checkpoint was trained on: its files or settings have changed")
     return checkpoint.step

@@ -17,6 +17,7 @@ from shardwise.run.clock import Lap
 if TYPE_CHECKING:
     from shardwise.memory.points import Point
     from shardwise.run.bubble_filling import FilledBubbles
+    from shardwise.run.going_back import WayBack
     from shardwise.run.measured_steps import MeasuredSteps
     from shardwise.run.setup import Setup
     from shardwise.run.step import StepResult
@@ -45,7 +46,7 @@ class Ending:
 
     step: int  # the last one that was finished
     code: Exit  # DONE, or why it stopped
-    why: str  # the reason of a stop, in words
+    why: str  # the reason of a stop, or why a run that diverged did not go back, in words
     overflow: str  # what does not fit into fp16, where that is the reason; else empty
     peak_bytes: int  # of the fullest rank
     measured: MeasuredSteps | None  # what the first steps took
@@ -67,6 +68,9 @@ class Listener:
     def step(self, finished: FinishedStep) -> None:
         """Is called with a step's results: in order, once for each step, on a GPU after the next one has been
         queued."""
+
+    def went_back(self, way: WayBack) -> None:
+        """Is called when the run has gone back to an earlier step, from which it goes on."""
 
     def evaluated(self, step: int, loss: float | None, own: Mapping[str, float]) -> None:
         """Is called with the held-out loss in nats, None where nothing is held out; and with what the program's own

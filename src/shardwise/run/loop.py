@@ -34,6 +34,9 @@ def train(session: Session, stops: StopRequests, planner: Planner, listener: Lis
             listener.step_started(step)
             for finished in trainer.results_due(step):
                 listener.step(finished)
+            if trainer.way_back:
+                listener.went_back(trainer.go_back())
+                continue
             if trainer.evaluates(step):
                 with heartbeat.during("evaluating"):
                     listener.evaluated(step, trainer.evaluate(), trainer.own_evaluation())

@@ -67,6 +67,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def passed_over(self) -> Path:
+        """The journal of batches that this run passes over, which does not exist for most runs (passed_over.py)."""
+        return self.path / "passed-over.jsonl"
+
+    @property
     def events(self) -> Path:
         return self.path / "events"
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.run.heartbeat import Heartbeat
 from shardwise.run.own_parts import OwnParts
+from shardwise.run.passed_over import PassedOver
 from shardwise.run.ranks import Ranks
 from shardwise.run.rundir import RunDir
 
@@ -33,6 +34,7 @@ class RunInputs:
     corpus: Corpus
     plan: Plan
     own: OwnParts = field(default_factory=OwnParts, kw_only=True)
+    passed_over: PassedOver = field(default_factory=PassedOver, kw_only=True)
     known_origins: Mapping[str, str] | None = field(default=None, kw_only=True)
     """Where each value of the config is from; None: the run directory's config.toml says it."""
 

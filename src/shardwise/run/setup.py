@@ -28,6 +28,7 @@ from shardwise.run.measured_cluster import measured_cluster
 from shardwise.run.measured_split import measured_split
 from shardwise.run.memory_watch import MemoryWatch
 from shardwise.run.micro_batch_search import search_micro_batch
+from shardwise.run.passed_over import read_passed_over
 from shardwise.run.planner import Planner
 from shardwise.run.profile import Profile
 from shardwise.run.session import Session
@@ -53,12 +54,14 @@ class Setup:
         # torch seeds its own generator from the system in every process. What draws from it (nothing of ours) is to be
         # the same in two runs with one seed, and so is the state of it that checkpoints keep.
         torch.default_generator.manual_seed(config.train.seed)
+        self.passed_over = session.inputs.passed_over = read_passed_over(session.run.passed_over, self.engine.mesh)
+        self._opened, self._say = opened, listener.say
         self.done = restore(session, self.engine, self.optimizer, listener.say)  # steps of earlier processes
         if self.done and isinstance(session.corpus.train, RowStream) and not session.corpus.train.has_state:
             listener.say(f"data     passing over the rows of {self.done} steps: data has no state_dict to go on from")
         if isinstance(session.corpus.train, TokenStream):
             session.corpus.train.say = listener.say
-        self.loader = opened.enter_context(self._open_loader())
+        self.loader = opened.enter_context(self._open_loader(self.done))
         self.fills_bubbles = plan.fill_bubbles == "eval"
         validation, num_batches = session.corpus.validation, config.train.eval_batches
         self.filler = held_out_filler(self.engine, validation, num_batches) if self.fills_bubbles else None
@@ -72,7 +75,16 @@ class Setup:
         trace = session.run.trace(session.ranks.rank)
         self.profile = opened.enter_context(Profile(config.run.profile, trace, self.clock, device, listener.say))
 
-    def _open_loader(self) -> Loader:
+    def go_back(self, step: int) -> None:
+        """Collective. Takes the state of an earlier step's checkpoint, and leaves those after it behind. Data goes on
+        there, but for what is passed over."""
+        self.loader.close()
+        if isinstance(self.session.corpus.train, RowStream):
+            self.session.corpus.train.begin_anew()
+        restore(replace(self.session, from_step=step), self.engine, self.optimizer, self._say)
+        self.loader = self._opened.enter_context(self._open_loader(step))
+
+    def _open_loader(self, done: int) -> Loader:
         plan = self.session.plan
         return Loader(
             self.session.corpus.train,
@@ -81,7 +93,8 @@ class Setup:
             micro_batch=plan.micro_batch,
             num_microbatches=plan.num_microbatches,
             same_shape=plan.pp > 1,
-            first_step=self.done + 1,
+            first_step=self.passed_over.number(done) + 1,
+            passed_over=self.passed_over.batches,
             pin_memory=self.session.device.type == "cuda",
         )
 

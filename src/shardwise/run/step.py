@@ -5,7 +5,8 @@ the first forward pass. Then gradients only ever need adding, over micro-batches
 same batch gives the same step.
 
 On a GPU a step is only queued by `start_step`. Nothing in it waits for the device, unless its update depends on the
-norm being finite (fp16, `on_nan=skip`), and its results may be read when more is queued behind it.
+norm being finite (fp16, `on_nan=skip`): then all ranks decide by one number, which is of all of them. Its results may
+be read when more is queued behind it.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def start_step(
     ask: Ask = lambda: (),
 ) -> StartedStep:
     scale = engine.scaler.scale
-    norm, finish = accumulate(engine, batch, num_targets, clock, ask)
-    skip = skip_non_finite and not bool(torch.isfinite(norm))
+    norm, finish = accumulate(engine, batch, num_targets, clock, ask, agreed=skip_non_finite or engine.scaler.is_active)
+    skip = skip_non_finite and not bool((norm + finish()[0]).isfinite())  # of all ranks, on every rank
     skip = update(engine, optimizer, norm, lr=lr, clip=clip, clock=clock, skip=skip)
     with clock.span("optimizer", "losses"):
         sums, experts = finish(), engine.expert_counts
@@ -127,17 +128,17 @@ def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
 
 
 def accumulate(
-    engine: Engine, batch: StepBatch, num_targets: int, clock: Clock, ask: Ask = lambda: ()
+    engine: Engine, batch: StepBatch, num_targets: int, clock: Clock, ask: Ask = lambda: (), *, agreed: bool = False
 ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
     """Runs forward and backward of every micro-batch. Returns the global gradient norm, and a function that returns the
-    loss sums and the answers over all ranks."""
+    loss sums and the answers over all ranks. `agreed`: as `Engine.norm_and_sums` has it."""
     micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
     sums = engine.gradients(micro, num_targets, clock)
     if asked := ask():
         questions = torch.tensor(asked, dtype=torch.float64, pin_memory=sums.is_cuda)
         sums = torch.cat([sums, questions.to(sums.device, non_blocking=True)])
     with clock.span("optimizer", "norm and loss"):
-        return engine.norm_and_sums(sums)
+        return engine.norm_and_sums(sums, agreed=agreed)
 
 
 def find_overflow(engine: Engine, batch: StepBatch, num_targets: int, clock: Clock) -> str:
@@ -176,5 +177,5 @@ def update(
         engine.scaler.update(overflowed=overflowed)
     if engine.spec.num_experts:
         with clock.span("optimizer", "balance experts"):
-            engine.balance_experts()
+            engine.balance_experts(moves=not skip)
     return skip

@@ -8,12 +8,13 @@ end) waits for every step before it. Numerics of a step are in step.py, its timi
 
 from __future__ import annotations
 
-import math
+import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from shardwise.checkpoint import store
 from shardwise.data.loader import StepBatch
 from shardwise.errors import Exit
 from shardwise.memory.usage import peak_bytes
@@ -24,9 +25,11 @@ from shardwise.run.checkpoints import CheckpointClock
 from shardwise.run.clock import Lap
 from shardwise.run.evaluate import EVAL_ROWS, evaluate, score
 from shardwise.run.generate import sample_text
+from shardwise.run.going_back import GoingBack, WayBack
 from shardwise.run.guards import StopRequests
 from shardwise.run.listener import Ending, FinishedStep
 from shardwise.run.measured_steps import CHECK_AFTER, FirstSteps, MeasuredSteps
+from shardwise.run.non_finite import NonFinite
 from shardwise.run.setup import Setup
 from shardwise.run.step import StartedStep, StepResult, find_overflow, start_step
 
@@ -48,16 +51,6 @@ class Trainer:
         session = setup.session
         self.setup, self.stops, self.plan, self.config = setup, stops, session.plan, session.config
         self.checkpoint = CheckpointClock(self.config.checkpoint.every, setup.done)
-        self.agreement = Agreement(
-            setup.loader,
-            stops,
-            self.checkpoint,
-            setup.clock,
-            done=setup.done,
-            num_steps=self.plan.num_steps,
-            is_first=session.ranks.is_first,
-            counts_targets=setup.engine.mesh.counts_targets,
-        )
         self.ahead = 2 if self.plan.results == "late" else 1  # steps that are started before the first is read
         self.pending: deque[PendingStep] = deque()
         self.first_steps = FirstSteps()
@@ -65,20 +58,38 @@ class Trainer:
         self.last = setup.done  # the last step whose results are here
         self.follows = Agreed(Exit.DONE, 0, False)  # the step that was finished last
         self.overflow = ""  # what does not fit into fp16 at any loss scale
+        self.next_step = setup.done + 1
+        self.non_finite = NonFinite(self.config.run.on_nan)
+        self.going_back = GoingBack(session, setup.engine.mesh)
+        self.way_back: WayBack | None = None  # what was agreed on, and not done yet
 
     # Steps --------------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the steps to make, until they are done or all ranks agree to stop."""
         self.stops.has_begun = True
-        self.setup.clock.begin()
+        self._agree_anew(self.setup.done)
+        while self.next_step <= self.plan.num_steps and not self.stop:
+            self.next_step += 1
+            yield self.next_step - 1
+
+    def _agree_anew(self, done: int) -> None:
+        """Collective. Agrees on what follows a step that was not asked for in any step before it."""
+        setup = self.setup
+        self.agreement = Agreement(
+            setup.loader,
+            self.stops,
+            self.checkpoint,
+            setup.clock,
+            done=done,
+            num_steps=self.plan.num_steps,
+            is_first=setup.session.ranks.is_first,
+            counts_targets=setup.engine.mesh.counts_targets,
+        )
+        setup.clock.begin()
         for _ in range(self.ahead):
-            self.agreement.settle(summed(self.agreement.ask(), self.setup.session.device, self.plan))
+            self.agreement.settle(summed(self.agreement.ask(), setup.session.device, self.plan))
         self.follows = self.agreement.next()
-        for step in range(self.setup.done + 1, self.plan.num_steps + 1):
-            if self.stop:
-                return
-            yield step
 
     @property
     def stop(self) -> Exit:
@@ -113,13 +124,13 @@ class Trainer:
         """Yields the results of steps that are not read yet, in order: all but the newest where they are read late, and
         all of them when something looks at the model after this step. It ends with a step that must be the last."""
         yield from self._read_all_but(self.ahead - 1)
-        if self.stop:
+        if self.stop or self.way_back:
             return
         self.follows = self.agreement.next()
         ends_trace = self.setup.profile.ends_with(step)
         if self._looks_after(step) or ends_trace:
             yield from self._read_all_but(0)
-        if ends_trace and not self.has_diverged:
+        if ends_trace and not self.has_diverged and not self.way_back:
             self.setup.profile.finish()
 
     def _looks_after(self, step: int) -> bool:
@@ -128,7 +139,7 @@ class Trainer:
         return looks or self.follows.save or bool(self.stop) or step == self.plan.num_steps
 
     def _read_all_but(self, newest: int) -> Iterator[FinishedStep]:
-        while len(self.pending) > newest and not self.has_diverged:
+        while len(self.pending) > newest and not self.has_diverged and not self.way_back:
             pending = self.pending.popleft()
             finished = self._read(pending)
             yield finished
@@ -164,22 +175,42 @@ class Trainer:
         return self.measured
 
     def _check(self, pending: PendingStep, result: StepResult) -> None:
-        """Makes a step that is not finite the last one, unless such steps are passed over. Collective where a loss
-        scale is stuck."""
+        """Looks for trouble in a step's result: all ranks find the same, go back together, or make this the last
+        step. Collective where there is some."""
         scaler = self.setup.engine.scaler
-        if self.config.run.on_nan != "stop":
-            return
         if scaler.is_stuck:
             num_targets = pending.started.num_targets
             self.overflow = find_overflow(self.setup.engine, pending.batch, num_targets, self.setup.clock)
             self.follows = self.follows._replace(stop=Exit.DIVERGED)
-        elif not is_finite(result) and not scaler.is_active:  # else it was passed over, and a smaller scale is tried
+        trouble = None if scaler.is_active else self.non_finite.look(pending.step, result)
+        if trouble and self.config.run.on_nan != "stop":
+            self.way_back = self.going_back.way_back(trouble)
+        if trouble and not self.way_back:
             self.follows = self.follows._replace(stop=Exit.DIVERGED)
 
     @property
     def has_diverged(self) -> bool:
         """Whether the run ends because a step was not finite."""
         return self.stop == Exit.DIVERGED
+
+    def go_back(self) -> WayBack:
+        """Collective. Takes up the state of an earlier step and goes on from there; what was computed since is dropped,
+        and the batches that are to blame are passed over. Returns where to, and why."""
+        way, setup = self.way_back, self.setup
+        assert way is not None
+        self.way_back = None
+        self.pending.clear()
+        run, passed_over, is_first = setup.session.run, setup.passed_over, setup.session.ranks.is_first
+        batches = [passed_over.number(step) for step in way.trouble.steps]
+        if is_first:  # first of all: whatever ends this process from here on, the trouble is met again or passed over
+            store.abandon_after(run.checkpoints, way.to)
+        about = {"step": way.trouble.step, "why": way.trouble.why, "back_to": way.to, "wall_time": time.time()}
+        passed_over.add(batches, run.passed_over, about, writes=is_first)
+        setup.go_back(way.to)
+        self.checkpoint.done(way.to)
+        self.last, self.next_step = way.to, way.to + 1
+        self._agree_anew(way.to)
+        return replace(way, batches=tuple(batches))
 
     # Between steps ------------------------------------------------------------------------------------------------
 
@@ -264,14 +295,8 @@ class Trainer:
         if not self.stop:
             votes = [*stop_votes(self.stops.check()), 0, 0]
             self.follows = agreed(summed(votes, session.device, self.plan))
-        why = self.stops.why or "another rank's request"
+        why = self.going_back.why_not if self.has_diverged else self.stops.why or "another rank's request"
         return Ending(self.last, self.stop, why, self.overflow, peak, self.measured, is_new)
-
-
-def is_finite(result: StepResult) -> bool:
-    """Returns whether the loss and the gradient norm are finite: a norm that is not would have made every weight of the
-    update one that is not."""
-    return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
 
 
 def _every(interval: int | None, step: int) -> bool:

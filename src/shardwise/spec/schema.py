@@ -397,7 +397,13 @@ class RunConfig:
     entity: str | None = setting(None, "team or user of W&B; default: the one who is logged in")
     tags: tuple[str, ...] = setting((), "labels of this run in W&B and MLflow")
     offline: bool = setting(False, "W&B writes files only, which `wandb sync` sends later")
-    on_nan: str = setting("stop", "what a loss that is not a number does", choices=("stop", "skip"))
+    on_nan: str = setting(
+        "rollback",
+        "what a loss that is not a number does: `rollback` goes back to the newest checkpoint, passes over the batch "
+        "and costs no step anything; `skip` leaves that update out on all ranks, and goes back after three in a row: "
+        "each update waits for the norm, on GPUs too; `stop` ends the run",
+        choices=("stop", "skip", "rollback"),
+    )
     max_restarts: int = setting(0, "automatic restarts after a failure", low=0, later=True)
     replan: bool = setting(False, "plan again when machines are lost", later=True)
     spares: int = setting(0, "processes kept ready", low=0, later=True)

@@ -1,0 +1,75 @@
+"""Decides how a run goes on after trouble that made its state worthless: back to the newest checkpoint before it, with
+the batches behind the trouble passed over; or not at all.
+
+Guards (non_finite.py) find trouble in what all ranks know of a step, so they agree on it
+without a word; how the trainer goes back is in trainer.py. Invariant: a run goes back to one checkpoint MOST_TIMES at
+most: what happens again and again is not in the data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from shardwise.checkpoint import store
+from shardwise.data.own_rows import RowStream
+from shardwise.errors import UserError
+from shardwise.parallel.mesh import Mesh
+from shardwise.run.session import Session
+
+MOST_TIMES = 3
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What a guard has found, the same on every rank."""
+
+    step: int  # that showed it
+    why: str  # in words
+    newest: int  # the last step whose state is beyond doubt
+    steps: tuple[int, ...] = ()  # whose batches are passed over
+
+
+@dataclass(frozen=True)
+class WayBack:
+    """What a run does about trouble."""
+
+    trouble: Trouble
+    to: int  # the step of a checkpoint
+    batches: tuple[int, ...] = ()  # that are passed over from now on, by number
+
+
+class GoingBack:
+    """Knows where a run can go back to, and how often it did."""
+
+    def __init__(self, session: Session, mesh: Mesh):
+        self.session, self.mesh = session, mesh
+        self.times: Counter[int] = Counter()  # by checkpoint
+        self.why_not = ""  # in words, where there was no way back
+
+    def way_back(self, trouble: Trouble) -> WayBack | None:
+        """Collective. Returns the way back from trouble; None where there is none."""
+        train = self.session.corpus.train
+        if isinstance(train, RowStream) and not (train.can_repeat or train.has_state):
+            self.why_not = "data yields its rows once"
+            return None
+        step = self.mesh.agree(self._newest_good(trouble.newest) if self.mesh.rank == 0 else 0)
+        if not step:
+            self.why_not = "there is no checkpoint of before"
+        elif self.times[step] == MOST_TIMES:
+            self.why_not = f"it happened again after going back to step {step} {MOST_TIMES} times"
+        else:
+            self.times[step] += 1
+            return WayBack(trouble, step)
+        return None
+
+    def _newest_good(self, limit: int) -> int:
+        """Returns the newest step of at most `limit` whose checkpoint holds; 0 for none."""
+        for checkpoint in store.committed(self.session.run.checkpoints):
+            try:
+                if checkpoint.step <= limit:
+                    checkpoint.verify()
+                    return checkpoint.step
+            except UserError:
+                continue
+        return 0
