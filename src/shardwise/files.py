@@ -98,16 +98,16 @@ def appearing_at_once(out: Path, *, replace: bool) -> Iterator[Path]:
         scratch.mkdir()
         yield scratch
         for file in scratch.rglob("*"):
-            _flush(file)
-        _take_name(scratch, out, replace)
-        _flush(out.parent)
+            flush(file)
+        take_name(scratch, out, replace)
+        flush(out.parent)
     except OSError as error:
         raise cannot_write(out, error) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flushes a file onto the disk before the rename, so that a power cut cannot leave the name without the content."""
     try:
         handle = os.open(path, os.O_RDONLY)
@@ -127,7 +127,8 @@ def _sweep_abandoned(out: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _take_name(scratch: Path, out: Path, replace: bool) -> None:
+def take_name(scratch: Path, out: Path, replace: bool) -> None:
+    """Renames a scratch directory to the name that it is for. A directory that is to be replaced steps aside first."""
     if not (replace and out.exists()):
         scratch.rename(out)
         return

@@ -32,10 +32,10 @@ def read_json(path: Path) -> Any:
     return parse_json(content)
 
 
-def parse_json(content: bytes) -> Any:
-    """Returns the value that JSON in UTF-8 spells."""
-    if len(content) > BYTES:
-        raise ValueError(f"it has more than {BYTES >> 20} MiB, the limit for a file of this kind")
+def parse_json(content: bytes, limit: int = BYTES) -> Any:
+    """Returns the value that JSON in UTF-8 spells, in at most `limit` bytes."""
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit >> 20} MiB, the limit for a file of this kind")
     try:
         found = json.loads(content.decode("utf-8"))
     except RecursionError:

@@ -34,7 +34,8 @@ from shardwise.prove.trial import build_trial, train_in_layout, trial_batch, tri
 from shardwise.prove.verify import compare
 from shardwise.run.clock import Clock
 from shardwise.run.memory_owners import kept_bytes
-from shardwise.run.state import collect_state, restore_state
+from shardwise.run.saving import Saver
+from shardwise.run.state import held_slices, restore_state
 from shardwise.run.step import run_step
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
@@ -270,7 +271,9 @@ def test_memory_with_a_head_in_fp8_is_that_without(spec: ModelSpec, ranks: Any) 
 def held(spec: ModelSpec, trial: Trial) -> tuple[int, set[str]]:
     engine = build_trial(spec, trial_plan(trial, copies=True), trial, 0, CPU)
     optimizer = engine.optimizer(trial.optimizer)
-    return kept_bytes(engine, optimizer)["parameters"], set(collect_state(engine, optimizer)["weights"])
+    return kept_bytes(engine, optimizer)["parameters"], {
+        one.name for one in held_slices(engine, optimizer) if one.group == "weights"
+    }
 
 
 def test_the_base_takes_as_much_memory_as_in_bf16_and_no_checkpoint_has_it(ranks: Any) -> None:
@@ -308,7 +311,7 @@ def goes_on(spec: ModelSpec, trial: Trial, folder: Path) -> tuple[list[float], l
 
     straight, again = build(), build()
     steps(*straight, (1, 2))
-    store.write(folder / "step-2", 2, collect_state(*straight), {})
+    Saver(folder, *straight).save(2, dict)
     restore_state(*again, store.Checkpoint(folder / "step-2", 2))
     return steps(*straight, (3, 4)), steps(*again, (3, 4))
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint import store
 from shardwise.prove.reference import Record, Trial, train_plain
 from shardwise.prove.trial import train_in_layout, trial_plan
 from shardwise.prove.verify import compare
@@ -112,11 +112,11 @@ def test_formats_differ_from_each_other(records: Any) -> None:
 
 def third_losses(spec: ModelSpec, trial: Trial, first: Plan, others: list[Plan], folder: str) -> list[float]:
     """Two steps in one layout, and the loss of the third and fourth in every other one, from its checkpoint."""
-    from shardwise.checkpoint import store
     from shardwise.optim.build import build_optimizer
     from shardwise.prove.trial import build_trial, trial_batch
     from shardwise.run.clock import Clock
-    from shardwise.run.state import collect_state, restore_state
+    from shardwise.run.saving import Saver
+    from shardwise.run.state import restore_state
     from shardwise.run.step import run_step
 
     def steps(engine: Any, optimizer: Any, plan: Plan, numbers: tuple[int, ...]) -> list[float]:
@@ -135,9 +135,7 @@ def third_losses(spec: ModelSpec, trial: Trial, first: Plan, others: list[Plan],
 
     engine, optimizer = build(first)
     steps(engine, optimizer, first, (1, 2))
-    groups = collect_state(engine, optimizer)
-    if dist.get_rank() == 0:
-        store.write(Path(folder) / "step-2", 2, groups, {})
+    Saver(Path(folder), engine, optimizer).save(2, dict)
     dist.barrier()
     found = []
     for plan in others:
@@ -156,7 +154,7 @@ def test_states_go_on_in_other_layouts(name: str, limit: float, ranks: Any, tmp_
     [truth] = ranks.run(trained_plainly, 1, SPEC, [trial])[0]
     for losses in ranks.run(third_losses, 2, SPEC, trial, plans[0], plans, str(tmp_path), timeout=120):
         assert losses == pytest.approx(truth.losses[2:] * len(plans), abs=limit)
-    states = safetensors.torch.load_file(tmp_path / "step-2" / "optimizer.safetensors")
+    states = store.Checkpoint(tmp_path / "step-2", 2).load("optimizer")
     assert {value.dtype for value in states.values()} == {torch.float32}
     assert states["exp_avg/layers.0.attention.q.weight"].shape == (64, 64)
 

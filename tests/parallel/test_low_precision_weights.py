@@ -26,7 +26,8 @@ from shardwise.prove.trial import build_trial, train_in_layout, trial_batch, tri
 from shardwise.prove.verify import prove
 from shardwise.run.clock import Clock
 from shardwise.run.memory_owners import kept_bytes
-from shardwise.run.state import collect_state, restore_state
+from shardwise.run.saving import Saver
+from shardwise.run.state import restore_state
 from shardwise.run.step import accumulate, run_step
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
@@ -116,7 +117,7 @@ def resumed_losses(spec: ModelSpec, trial: Trial, ways: list[bool], folder: str)
         before = build(first)
         steps(*before, (1, 2))
         place = Path(folder) / f"from-{first}" / "step-2"
-        store.write(place, 2, collect_state(before[0], before[1]), {})
+        Saver(place.parent, before[0], before[1]).save(2, dict)
         for second in ways:
             after = build(second)
             restore_state(after[0], after[1], store.Checkpoint(place, 2))

@@ -1,13 +1,11 @@
-"""Lists which checkpoints a run has, and reads their manifests. It imports no torch, so that listing costs nothing."""
+"""Lists which checkpoints a run has. It imports no torch, so that listing costs nothing. Read next: manifest.py."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.foreign_json import need, read_object
 
 MANIFEST = "manifest.json"
 
@@ -35,26 +33,6 @@ def step_of(path: Path) -> int | None:
     """Returns the step that a checkpoint's directory is named for; None if it is not named like one."""
     match = re.fullmatch(r"step-(\d+)", path.name)
     return int(match[1]) if match else None
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Returns the content of a checkpoint's manifest.json. Raises if it cannot be read, if it names files elsewhere, or
-    if it is of another step than its directory says."""
-    file = path / MANIFEST
-    try:
-        manifest = read_object(file)
-        need(manifest, "state", dict)
-        step = need(manifest, "step", int)
-        for name, about in need(manifest, "files", dict).items():
-            if Path(name).name != name or not isinstance(about, dict):
-                raise ValueError(f"`files` has an entry that describes no file of this directory: {name[:80]!r}")
-            need(about, "bytes", int)
-            need(about, "sha256", str)
-    except (OSError, ValueError) as error:
-        raise damaged(file, str(error)) from None
-    if step_of(path) not in (None, step):
-        raise damaged(file, f"it is of step {step}, its directory is called {path.name}: one of them was changed")
-    return manifest
 
 
 def damaged(file: Path, why: str) -> UserError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -93,24 +93,71 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> Values:
 def put_optimizer_states(
     engine: Holder, optimizer: torch.optim.Optimizer, states: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Loads full states by the names of `optimizer_states`, cut to this rank's share. torch's own loading knows where
-    each optimizer wants its counters."""
+    """Loads full states by the names of `optimizer_states`, cut to this rank's share."""
     by_name = {shard.name: shard for shard in engine.shards}
+
+    def cut() -> Iterator[tuple[str, Tensor]]:
+        for key, value in states:
+            shard = by_name.get(key.split("/", 1)[1])
+            if shard is not None:
+                yield key, shard.take(value).clone() if value.ndim else value
+
+    put_own_states(engine, optimizer, cut())
+
+
+def put_own_states(engine: Holder, optimizer: torch.optim.Optimizer, states: Iterable[tuple[str, Tensor]]) -> None:
+    """Loads this rank's parts of states by the names of `optimizer_states`. torch's own loading knows where each
+    optimizer wants its counters."""
     if isinstance(optimizer, OffloadedOptimizer):
         for key, value in states:
             state, name = key.split("/", 1)
             for shard in (shard for shard in engine.shards if shard.name == name and shard.local.requires_grad):
-                optimizer.put_state(shard.local, state, shard.take(value) if value.ndim else value)
+                optimizer.put_state(shard.local, state, value)
         return
     saved: dict[str, dict[str, Tensor]] = {}
     for key, value in states:
         state, name = key.split("/", 1)
-        if name in by_name:
-            saved.setdefault(name, {})[state] = by_name[name].take(value).clone() if value.ndim else value
+        saved.setdefault(name, {})[state] = value
     names = {id(shard.local): shard.name for shard in engine.shards}
     ordered = [names.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
     found = {number: saved[name] for number, name in enumerate(ordered) if name is not None and name in saved}
     optimizer.load_state_dict({"state": found, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def state_shapes(optimizer: torch.optim.Optimizer, shard: Shard) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Returns shape and number format of each state that `one_state` would return, by name. Nothing is read or sent."""
+    if isinstance(optimizer, OffloadedOptimizer):
+        return optimizer.state_shapes(shard.local) if shard.local in optimizer.pieces else {}
+    found = optimizer.state[shard.local].items() if shard.local in optimizer.state else ()
+    return {
+        key: (value.shape, torch.float32 if hasattr(value, "codes") else value.dtype)
+        for key, value in found
+        if isinstance(value, Tensor)
+    }
+
+
+def one_state(optimizer: torch.optim.Optimizer, shard: Shard, name: str) -> Tensor:
+    """Returns one state of this rank's part of a parameter, in fp32 where it is kept in 8 bits."""
+    if isinstance(optimizer, OffloadedOptimizer):
+        return optimizer.one_state(shard.local, name)
+    return dequantized(optimizer.state[shard.local][name])
+
+
+def exchange(value: Any, mesh: Mesh) -> list[Any]:
+    """Collective. Returns every rank's value, which JSON can hold, on every rank."""
+    text = json.dumps(value).encode()
+    if mesh.is_alone:
+        return [json.loads(text)]
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(mesh.device)
+    size = torch.tensor([len(text)], device=mesh.device)
+    sizes = [torch.empty_like(size) for _ in range(mesh.plan.world)]
+    dist.all_gather(sizes, size)
+    longest = max(int(one) for one in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=mesh.device)
+    padded[: len(text)] = mine
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded)
+    return [json.loads(bytes(one[: int(n)].cpu().numpy())) for one, n in zip(texts, sizes, strict=True)]
 
 
 def _header(tensors: dict[str, Tensor], mesh: Mesh) -> Tensor:

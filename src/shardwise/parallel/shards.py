@@ -73,15 +73,29 @@ class Shard:
         part = take(full, self.slice)
         return part if self.rows is None else part[self.rows[0] : self.rows[1]]
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Returns where this rank's elements begin in the full tensor, along each dimension."""
+        found = [0] * self.local.ndim
+        if self.slice is not None:
+            found[self.slice.dim] = self.slice.start
+        if self.rows is not None:
+            found[0] += self.rows[0]
+        return tuple(found)
+
     def put(self, full: Tensor) -> None:
         """Writes this rank's part of a full tensor to where its elements are, and to the low-precision weight."""
-        with torch.no_grad():
-            if self.elsewhere.write is not None:
-                self.elsewhere.write(self.take(full))
-            else:
-                self.local.copy_(self.take(full))
-            if self.low_precision is not None:
-                self.low_precision.copy_(self.local)
+        self.put_own(self.take(full))
+
+    @torch.no_grad()
+    def put_own(self, part: Tensor) -> None:
+        """Writes this rank's part to where its elements are, and to the low-precision weight."""
+        if self.elsewhere.write is not None:
+            self.elsewhere.write(part)
+        else:
+            self.local.copy_(part)
+        if self.low_precision is not None:
+            self.low_precision.copy_(self.local)
 
 
 def shards_of(model: nn.Module, mesh: Mesh, spec: ModelSpec | None) -> list[Shard]:

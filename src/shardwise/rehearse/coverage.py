@@ -139,8 +139,7 @@ def plan_rank(plan: Plan, dp_index: int) -> int:
 
 def check_resume(checkpoint: Checkpoint, shapes: Shapes, frozen: frozenset[str]) -> list[Fault]:
     """Returns why a checkpoint cannot be loaded into this model. `frozen`: parameters that checkpoints leave out."""
-    with checkpoint.open("weights") as file:
-        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    stored = {name: tensor.shape for name, tensor in checkpoint.manifest().tensors("weights").items()}
     return [_resume_fault(checkpoint, *one) for one in _differing(stored, shapes.whole, frozen)][:MOST]
 
 

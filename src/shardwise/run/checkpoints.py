@@ -1,5 +1,5 @@
-"""Knows when a run's checkpoints are due, commits them, and restores what an earlier process left. Read next: state.py,
-checkpoint/store.py."""
+"""Knows when a run's checkpoints are due and what they say about it, and restores what an earlier process left. Read
+next: saving.py, state.py, checkpoint/store.py."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from shardwise.config.units import parse_seconds
 from shardwise.data.own_rows import RowStream
 from shardwise.data.streaming import TokenStream
 from shardwise.errors import UserError
+from shardwise.parallel.collect import exchange
 from shardwise.parallel.engine import Engine
 from shardwise.run.build import stored_spec
+from shardwise.run.saving import Saver
 from shardwise.run.session import Session
-from shardwise.run.state import collect_state, restore_state
+from shardwise.run.state import restore_state
 
 AUTO_CHECKPOINT_S = 300.0
 
@@ -46,19 +48,22 @@ class CheckpointClock:
         self.last_step, self.last_time = step, time.monotonic()
 
 
-def save(session: Session, step: int, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Collective. Commits a checkpoint of a step: all ranks hand in their shards and the first one writes. The others
-    meet it again at the next agreement."""
-    groups = collect_state(engine, optimizer)
-    if session.ranks.is_first:
-        state = {"model": session.spec.to_dict(), "plan": session.plan.to_dict(), "seed": session.config.train.seed}
-        state |= adapter_state(session.config, session.spec)
-        if (rows := session.corpus.train.state_after(session.inputs.passed_over.number(step))) is not None:
-            state["data"] = rows
-        if session.corpus.fingerprint is not None:
-            state["corpus"] = session.corpus.fingerprint
-        state |= {"loss_scale": engine.scaler.to_dict()} if engine.scaler.is_active else {}
-        store.save(session.run.checkpoints, step, groups, state, session.config.checkpoint.keep)
+def open_saver(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> Saver:
+    """Collective. Returns what saves this run."""
+    config = session.config.checkpoint
+    return Saver(session.run.checkpoints, engine, optimizer, keep=config.keep, background=config.background, say=say)
+
+
+def described(session: Session, step: int, engine: Engine) -> dict[str, Any]:
+    """Returns what a checkpoint's manifest says about the run: what is trained, on what, and where the data stands."""
+    state = {"model": session.spec.to_dict(), "plan": session.plan.to_dict(), "seed": session.config.train.seed}
+    state |= {"optimizer": session.config.optimizer.name} if session.own.optimizer is None else {}
+    state |= adapter_state(session.config, session.spec)
+    if (rows := session.corpus.train.state_after(session.inputs.passed_over.number(step))) is not None:
+        state["data"] = rows
+    if session.corpus.fingerprint is not None:
+        state["corpus"] = session.corpus.fingerprint
+    return state | ({"loss_scale": engine.scaler.to_dict()} if engine.scaler.is_active else {})
 
 
 def _check_model(checkpoint: store.Checkpoint, state: dict[str, Any], session: Session) -> None:
@@ -81,6 +86,21 @@ def _check_model(checkpoint: store.Checkpoint, state: dict[str, Any], session: S
         )
 
 
+def _check_optimizer(checkpoint: store.Checkpoint, state: dict[str, Any], session: Session) -> None:
+    """Refuses the states of an optimizer that has other ones. AdamW and its 8-bit form save the same."""
+    before, now = state.get("optimizer"), session.config.optimizer.name
+    if (
+        session.own.optimizer is None
+        and before not in (None, now)
+        and not {before, now} <= {"adamw", "adamw8bit", "adam"}
+    ):
+        raise UserError(
+            f"{checkpoint.path} has the states of {before}, this run's optimizer is {now}",
+            why="the states of one optimizer mean nothing to another one",
+            fix=f"optimizer.name={before}, or begin a new run from `shardwise export`: model.path=DIR",
+        )
+
+
 def restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> int:
     """Loads the newest good checkpoint, if there is one, and returns the number of steps already done."""
     if session.from_step == 0:
@@ -88,8 +108,18 @@ def restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, 
             store.abandon_after(session.run.checkpoints, 0)
         say("resume   from the beginning, as asked")
         return 0
+    parent, mesh, ranks = session.run.checkpoints, engine.mesh, session.ranks
+    if ranks.is_first and parent.is_dir():
+        store.sweep(parent)
+    steps = exchange([checkpoint.step for checkpoint in store.committed(parent)], mesh)[0]
+    # The ranks of a node read one directory, so they share its digests out. What one finds counts for all.
     checkpoint, skipped = store.newest_good(
-        session.run.checkpoints, verify=session.config.checkpoint.verify, at_step=session.from_step
+        parent,
+        verify=session.config.checkpoint.verify,
+        at_step=session.from_step,
+        steps=steps,
+        share=(ranks.local_rank, ranks.local_world) if mesh.plan.world > 1 else (0, 1),
+        agree=lambda problem: next((one for one in exchange(problem, mesh) if one), ""),
     )
     for line in skipped:
         say(line)
@@ -100,8 +130,9 @@ def restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, 
     say(f"resume   from step {checkpoint.step} of {session.plan.num_steps}, {checkpoint.path}")
     if session.from_step is not None and session.ranks.is_first:
         store.abandon_after(session.run.checkpoints, checkpoint.step)
-    state = checkpoint.manifest()["state"]
+    state = checkpoint.manifest().state
     _check_model(checkpoint, state, session)
+    _check_optimizer(checkpoint, state, session)
     check_base(checkpoint.path, state, session.config, session.spec)
     restore_state(engine, optimizer, checkpoint)
     engine.scaler.restore(state.get("loss_scale", {}))

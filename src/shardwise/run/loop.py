@@ -47,12 +47,15 @@ def train(session: Session, stops: StopRequests, planner: Planner, listener: Lis
             if trainer.saves(step):
                 with heartbeat.during("saving"):
                     trainer.save(step)
-                    listener.saved(step)
+            for saved in trainer.committed():
+                listener.saved(saved)
 
         heartbeat.enter("saving")
         if trainer.commits():
-            trainer.save(trainer.last)
-            listener.saved(trainer.last)
+            trainer.save(trainer.last, wait=True)
+        trainer.finish_saving()
+        for saved in trainer.committed():
+            listener.saved(saved)
         heartbeat.enter("ending")
         if setup.fills_bubbles:
             listener.filled(trainer.last, setup.filler.result() if setup.filler else None)

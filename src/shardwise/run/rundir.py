@@ -41,6 +41,9 @@ FINITE = ("tokens", "step_s", "peak_memory_bytes", "wall_time", *(f"{kind}_s" fo
 NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", *FINITE)
 """What every training line has as numbers; null stands for one that is not finite."""
 
+MIRROR_SIGN = ".mirror"
+"""Marks a directory that mirrors another node's run (launch/nodes/mirror.py), and says of which."""
+
 LOCK_PATIENCE_S = 1.0  # somebody who only looks whether a run is locked holds the lock for an instant
 
 

@@ -21,7 +21,7 @@ from shardwise.parallel.apply import parallelize_decoder
 from shardwise.parallel.engine import Engine
 from shardwise.run.bubble_filling import held_out_filler
 from shardwise.run.build import use_losses, weights_of
-from shardwise.run.checkpoints import restore
+from shardwise.run.checkpoints import open_saver, restore
 from shardwise.run.clock import Clock
 from shardwise.run.listener import Listener
 from shardwise.run.measured_cluster import measured_cluster
@@ -57,6 +57,7 @@ class Setup:
         self.passed_over = session.inputs.passed_over = read_passed_over(session.run.passed_over, self.engine.mesh)
         self._opened, self._say = opened, listener.say
         self.done = restore(session, self.engine, self.optimizer, listener.say)  # steps of earlier processes
+        self.saver = opened.enter_context(open_saver(session, self.engine, self.optimizer, listener.say))
         if self.done and isinstance(session.corpus.train, RowStream) and not session.corpus.train.has_state:
             listener.say(f"data     passing over the rows of {self.done} steps: data has no state_dict to go on from")
         if isinstance(session.corpus.train, TokenStream):

@@ -18,10 +18,9 @@ from shardwise.checkpoint import store
 from shardwise.data.loader import StepBatch
 from shardwise.errors import Exit
 from shardwise.memory.usage import peak_bytes
-from shardwise.run import checkpoints
 from shardwise.run.agreement import Agreed, Agreement, agreed, largest, stop_votes, summed
 from shardwise.run.bubble_filling import side_seconds
-from shardwise.run.checkpoints import CheckpointClock
+from shardwise.run.checkpoints import CheckpointClock, described
 from shardwise.run.clock import Lap
 from shardwise.run.evaluate import EVAL_ROWS, evaluate, score
 from shardwise.run.generate import sample_text
@@ -200,6 +199,7 @@ class Trainer:
         assert way is not None
         self.way_back = None
         self.pending.clear()
+        setup.saver.finish()  # else a later step would still be committed
         run, passed_over, is_first = setup.session.run, setup.passed_over, setup.session.ranks.is_first
         batches = [passed_over.number(step) for step in way.trouble.steps]
         if is_first:  # first of all: whatever ends this process from here on, the trouble is met again or passed over
@@ -268,10 +268,17 @@ class Trainer:
         """Returns whether a checkpoint is written after this step."""
         return self._goes_on(step) and self.follows.save
 
-    def save(self, step: int) -> None:
-        """Collective. Commits a checkpoint."""
-        checkpoints.save(self.setup.session, step, self.setup.engine, self.setup.optimizer)
-        self.checkpoint.done(step)
+    def save(self, step: int, *, wait: bool = False) -> None:
+        """Collective. Commits a checkpoint, or begins to write one in the background. Where that still writes the one
+        before, this one is left out; with `wait` it comes after it."""
+        state = partial(described, self.setup.session, step, self.setup.engine)
+        if self.setup.saver.save(step, state, wait=wait):
+            self.checkpoint.done(step)
+
+    def committed(self) -> list[int]:
+        """Returns the steps whose checkpoints this rank has handed in since the last call. Raises what writing in the
+        background has failed with."""
+        return self.setup.saver.committed()
 
     def _goes_on(self, step: int) -> bool:
         """Returns whether something may follow this step: the last one is evaluated, sampled and saved at the run's
@@ -285,6 +292,10 @@ class Trainer:
         that overflowed was never applied."""
         self.setup.loader.close()
         return (not self.has_diverged or bool(self.overflow)) and self.last > self.checkpoint.last_step
+
+    def finish_saving(self) -> None:
+        """Collective. Waits for what is still written in the background."""
+        self.setup.saver.finish()
 
     def ending(self) -> Ending:
         """Collective. Returns how the run ended, over all ranks."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.adapters.state import read_adapter_state
-from shardwise.checkpoint.listing import read_manifest
+from shardwise.checkpoint.manifest import read_manifest
 from shardwise.config.load import load_config
 from shardwise.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from shardwise.errors import UserError
@@ -54,14 +54,15 @@ class StoredWeights:
         """Returns the number format of the stored tensors (of the first one: all have the same)."""
         from safetensors import SafetensorError, safe_open
 
-        from shardwise.checkpoint.store import damaged
+        from shardwise.checkpoint.listing import damaged
+        from shardwise.checkpoint.part_file import TORCH
         from shardwise.interop.huggingface.weights import list_files
 
         if self.checkpoint:
-            file = self.checkpoint / "weights.safetensors"
-        else:
-            assert self.huggingface is not None
-            file = list_files(self.huggingface)[0]
+            weights = read_manifest(self.checkpoint).tensors("weights")
+            return TORCH[next(iter(weights.values())).dtype]
+        assert self.huggingface is not None
+        file = list_files(self.huggingface)[0]
         try:
             with safe_open(file, framework="pt") as tensors:
                 return tensors.get_tensor(next(iter(tensors.keys()))).dtype
@@ -162,7 +163,7 @@ def _from_run(run: RunDir) -> StoredWeights:
 def _from_checkpoint(path: Path, run: RunDir | None) -> StoredWeights:
     if run is None and (path.parent.parent / "config.toml").is_file():
         run = RunDir(path.parent.parent)  # RUN/checkpoints/step-N given directly
-    state = read_manifest(path)["state"]
+    state = read_manifest(path).state
     spec = stored_spec(path, state)
     config = load_config(run.config).config if run else None
     adapter = read_adapter_state(path, state, config, spec)

@@ -24,12 +24,11 @@ from shardwise.checkpoint.listing import MANIFEST
 from shardwise.errors import UserError
 from shardwise.files import cannot_write
 from shardwise.launch.nodes.connection import NodeLink
-from shardwise.run.rundir import RunDir
+from shardwise.run.rundir import MIRROR_SIGN, RunDir
 from shardwise.terminal import shell_word
 
 SHARED_SIGN = ".nodes-"  # begins the random name of an empty file of the first node, by which others know its directory
 SEE_S = 3.0  # seconds in which a network file system shows another node's file
-MIRROR_SIGN = ".mirror"  # marks a directory that is a mirror, and says of what
 PIECE = 2**20  # bytes that travel at once: a slow link must let signs of life through between two
 MOST_UNSENT = 2**23  # bytes that wait in this process for the network
 SEND_LAST_S = 20.0  # seconds for what ranks have written last
@@ -83,7 +82,7 @@ def files_to_read(run: RunDir, from_step: int | None) -> dict[str, int]:
 
         checkpoint, _ = newest_good(run.checkpoints, at_step=from_step)
         if checkpoint is not None:
-            found += [checkpoint.path / MANIFEST, *(checkpoint.path / name for name in checkpoint.manifest()["files"])]
+            found += [checkpoint.path / MANIFEST, *(checkpoint.path / name for name in checkpoint.manifest().files)]
     return {str(file.relative_to(run.path)): file.stat().st_size for file in found}
 
 

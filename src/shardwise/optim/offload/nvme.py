@@ -198,6 +198,18 @@ class NvmeOptimizer(OffloadedOptimizer):
             return {}  # no step yet
         return found | {name: self.read_row(local, name) for name in self.names}
 
+    def state_shapes(self, local: nn.Parameter) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        counters = self._counters[id(self.pieces[local][0][1])]
+        if self.counts and not counters:
+            return {}  # no step yet
+        found = {name: (value.shape, value.dtype) for name, value in counters.items()}
+        return found | dict.fromkeys(self.names, (local.shape, local.dtype))
+
+    def one_state(self, local: nn.Parameter, name: str) -> Tensor:
+        if name in self.names:
+            return self.read_row(local, name)
+        return self._counters[id(self.pieces[local][0][1])][name].clone()
+
     def put_state(self, local: nn.Parameter, key: str, value: Tensor) -> None:
         """Writes one state of a checkpoint, already cut to this rank's share."""
         if key in self.names:

@@ -150,6 +150,14 @@ class OffloadedOptimizer(Optimizer):
         ((group, piece),) = self.pieces[local]
         return dict(group.optimizer.state[piece.master]) if piece.master in group.optimizer.state else {}
 
+    def state_shapes(self, local: nn.Parameter) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Returns shape and number format of each state of one parameter, by name, without bringing it."""
+        return {name: (value.shape, value.dtype) for name, value in self.state_of(local).items()}
+
+    def one_state(self, local: nn.Parameter, name: str) -> Tensor:
+        """Returns one state of one parameter."""
+        return self.state_of(local)[name]
+
     def put_state(self, local: nn.Parameter, key: str, value: Tensor) -> None:
         """Takes over one tensor of a checkpoint, already cut to this rank's share."""
         ((group, piece),) = self.pieces[local]
