@@ -82,7 +82,7 @@ Group = dict[str, StoredTensor]
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """What a checkpoint says of itself."""
 
     path: Path
@@ -112,7 +112,7 @@ class Manifest:
         return found
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> CheckpointManifest:
     """Returns the manifest of a checkpoint's directory. Raises if it cannot be read, is not as it was committed, names
     files elsewhere, has slices that do not fit, or is of another step than its directory says."""
     file = path / MANIFEST
@@ -131,7 +131,7 @@ def read_manifest(path: Path) -> Manifest:
             manifest = parse(path, found)
         else:
             files = {name: _whole_file(name, about) for name, about in need(found, "files", dict).items()}
-            manifest = Manifest(path, step, state, files)
+            manifest = CheckpointManifest(path, step, state, files)
     except (OSError, ValueError) as error:
         raise damaged(file, str(error)) from None
     if step_of(path) not in (None, step):
@@ -139,7 +139,7 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def parse(path: Path, found: Mapping[str, Any]) -> Manifest:
+def parse(path: Path, found: Mapping[str, Any]) -> CheckpointManifest:
     """Returns what a manifest of schema 2 says; raises ValueError where it is not consistent."""
     content = dict(found)
     chunk = need(content, "chunk", int)
@@ -150,7 +150,7 @@ def parse(path: Path, found: Mapping[str, Any]) -> Manifest:
         for group, tensors in need(content, "groups", dict).items()
     }
     _check_bytes(groups, files)
-    return Manifest(path, need(content, "step", int), need(content, "state", dict), files, groups)
+    return CheckpointManifest(path, need(content, "step", int), need(content, "state", dict), files, groups)
 
 
 def sealed(content: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.listing import damaged
-from shardwise.checkpoint.manifest import MANIFEST, Group, Manifest, StoredSlice, StoredTensor
+from shardwise.checkpoint.manifest import MANIFEST, CheckpointManifest, Group, StoredSlice, StoredTensor
 from shardwise.checkpoint.part_file import TORCH
 
 BLOCK = 16 * 2**20  # bytes read at once where rows are cut
@@ -28,7 +28,7 @@ SHORT_RUN = 64 * 2**10  # bytes below which it is cheaper to read what lies betw
 class SliceReader:
     """An open checkpoint."""
 
-    def __init__(self, path: Path, manifest: Manifest):
+    def __init__(self, path: Path, manifest: CheckpointManifest):
         self.path, self.manifest = path, manifest
         self.num_bytes = 0  # read so far
         self._handles: dict[str, int] = {}
@@ -148,7 +148,7 @@ def open_part(file: Path, size: int) -> int:
 
 
 @contextmanager
-def opened(path: Path, manifest: Manifest) -> Iterator[SliceReader]:
+def opened(path: Path, manifest: CheckpointManifest) -> Iterator[SliceReader]:
     """Yields a reader of a checkpoint's slices."""
     reader = SliceReader(path, manifest)
     try:

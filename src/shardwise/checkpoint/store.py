@@ -28,7 +28,16 @@ import torch
 
 from shardwise.checkpoint import listing
 from shardwise.checkpoint.listing import MANIFEST, damaged, step_of
-from shardwise.checkpoint.manifest import CHUNK, SCHEMA, Manifest, NewerFormat, in_order, parse, read_manifest, sealed
+from shardwise.checkpoint.manifest import (
+    CHUNK,
+    SCHEMA,
+    CheckpointManifest,
+    NewerFormat,
+    in_order,
+    parse,
+    read_manifest,
+    sealed,
+)
 from shardwise.checkpoint.part_file import NAMED, THREADS, SliceSource, write_file
 from shardwise.checkpoint.reader import SliceReader, open_part, opened
 from shardwise.checkpoint.share_out import HeldSlice, SharedOut, share_out
@@ -48,7 +57,7 @@ class Checkpoint:
     path: Path
     step: int
 
-    def manifest(self) -> Manifest:
+    def manifest(self) -> CheckpointManifest:
         """Returns the content of manifest.json, or raises if it cannot be read."""
         return read_manifest(self.path)
 
@@ -104,7 +113,7 @@ def _digest(handle: int, start: int, stop: int) -> str:
     return found.hexdigest()
 
 
-def _where(manifest: Manifest, name: str, number: int) -> str:
+def _where(manifest: CheckpointManifest, name: str, number: int) -> str:
     """Returns in words where a digest is wrong: between which bytes, and which tensors are there."""
     about = manifest.files[name]
     start, stop = number * about.chunk, min((number + 1) * about.chunk, about.bytes)

@@ -379,7 +379,7 @@ class CheckpointConfig:
         "auto", "steps between checkpoints, a time such as 5m, or `auto` (every 5 minutes and at the end)"
     )
     keep: int = setting(2, "newest checkpoints to keep", low=1)
-    background: bool = setting(False, "write while training goes on", later=True)
+    background: bool = setting(False, "write while training goes on: a step waits for a copy in host memory only")
     verify: bool = setting(True, "check every digest when loading")
     peers: int = setting(0, "copies in other nodes' memory", low=0, later=True)
 
