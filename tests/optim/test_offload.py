@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.optim.build import build_optimizer
+from shardwise.optim.offload.buffer import Disk
 from shardwise.optim.offload.choose import offloaded_optimizer
 from shardwise.optim.offload.cpu import StreamingOptimizer
 from shardwise.optim.offload.nvme import NvmeOptimizer
@@ -176,7 +177,7 @@ def test_a_large_tensor_goes_through_a_small_buffer(tmp_path):
     twin = [torch.nn.Parameter(p.detach().clone()) for p in (weight, bias)]
     build = partial(build_optimizer, OptimizerConfig(lr=1e-2))
     held = [Plain("weight", weight), Plain("bias", bias)]
-    optimizer = NvmeOptimizer(held, build, CPU, tmp_path, buffer_bytes=2**17)
+    optimizer = NvmeOptimizer(held, build, CPU, Disk(tmp_path), buffer_bytes=2**17)
     plain = build(twin)
     for step in range(3):
         draw = torch.Generator().manual_seed(step)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +13,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.data.loader import StepBatch, TensorBatch, cut_microbatches, number_rows
-from shardwise.memory.account import Account
+from shardwise.memory.account import Account, OwnedTensor
+from shardwise.model.experts import Choice, Router, moe_layers
 from shardwise.model.initialize import initialize
+from shardwise.optim.offload.buffer import Disk
+from shardwise.optim.offload.disk import ScratchFile
 from shardwise.parallel.apply import parallelize_decoder
+from shardwise.parallel.engine import Engine
 from shardwise.rehearse.perform import NUM_ANSWERS, NUM_STEPS, RehearsedJob
+from shardwise.rehearse.program import DiskUse
 from shardwise.run.clock import Clock
 from shardwise.run.memory_owners import owners_of
 from shardwise.run.step import start_step
@@ -51,20 +58,60 @@ class CountedCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def real_step(job: RehearsedJob) -> tuple[Counter[tuple[str, int, str]], dict[str, int]]:
-    """Collective. Returns what this rank's second step has called, and the bytes by category at its fullest moment:
-    those of the second or third step, whichever are fewer. A thread of gloo may let go of a sent tensor a little later,
-    which only ever adds."""
+def route_evenly(engine: Engine) -> None:
+    """Gives every expert as many tokens, whatever their values: what a rehearsal takes for granted."""
+    for layer in (layer for model in engine.models for layer in moe_layers(model)):
+
+        def even(router: Router, args: Any, choice: Choice) -> None:
+            experts = choice.experts_NK.data  # the tensor that backward has, which need not know
+            experts.copy_(torch.arange(experts.numel()).view_as(experts) % router.weight.shape[0])
+
+        layer.router.register_forward_hook(even)
+
+
+class SeenDisk(Disk):
+    """A real disk, and what is read from it and written to it."""
+
+    file: ScratchFile | None = None
+
+    def new_file(self, num_bytes: int) -> ScratchFile:
+        self.file = super().new_file(num_bytes)
+        return self.file
+
+    @property
+    def use(self) -> DiskUse:
+        file = self.file
+        return DiskUse() if file is None else DiskUse(file.num_bytes, file.num_read, file.num_written)
+
+
+def real_step(job: RehearsedJob) -> tuple[Counter[tuple[str, int, str]], dict[str, int], DiskUse]:
+    """Collective. Returns what this rank's second step has called, the bytes by category at its fullest moment, and
+    what it has read from a disk and written to it. The bytes are those of the second or third step, whichever are
+    fewer: a thread of gloo may let go of a sent tensor a little later, which only ever adds."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     engine = parallelize_decoder(
         job.spec, job.plan, rank, torch.device("cpu"), job.attention,
-        lambda model: initialize(model, job.seed), adapter=job.adapter, seed=job.seed,
+        (lambda model: initialize(model, job.seed)) if job.spec.is_ours else None, adapter=job.adapter, seed=job.seed,
     )  # fmt: skip
-    optimizer, clock, calls = engine.optimizer(job.optimizer), Clock(torch.device("cpu")), CountedCalls()
-    account = Account(torch.device("cpu"), owners_of(engine, optimizer), clock)
+    if job.spec.is_moe:
+        route_evenly(engine)
+    disk, clock, calls = SeenDisk(Path(job.plan.offload_dir)), Clock(torch.device("cpu")), CountedCalls()
+    optimizer = engine.optimizer(job.optimizer, disk=disk)
+    account, owners, asked = (
+        Account(torch.device("cpu"), lambda everything: (), clock),
+        owners_of(engine, optimizer),
+        [0],
+    )
+
+    def held(everything: bool) -> Iterator[OwnedTensor]:
+        before = disk.use.read
+        yield from owners(everything)
+        asked[0] += disk.use.read - before  # only to say whose memory is whose
+
+    account.owners = held
     plan, rows = job.plan, job.plan.rows(engine.mesh.at.dp)
-    counts, peaks = Counter[tuple[str, int, str]](), []
+    counts, peaks, used = Counter[tuple[str, int, str]](), [], DiskUse()
     for step in range(1, NUM_STEPS + 2):
         tokens = torch.randint(0, job.spec.vocab, (len(rows), plan.seq_len))
         documents = torch.zeros(len(rows), plan.seq_len, dtype=torch.int32) if job.documents else None
@@ -74,12 +121,14 @@ def real_step(job: RehearsedJob) -> tuple[Counter[tuple[str, int, str]], dict[st
         account.label(everything=True)
         account.begin()
         with account, calls:
+            before, asked[0] = disk.use, 0
             start_step(
                 engine, optimizer, StepBatch(step, micro, 1), num_targets=plan.tokens_per_step,
                 lr=job.optimizer.peak_lr, clip=job.clip, clock=clock, ask=lambda: [0] * NUM_ANSWERS,
             )  # fmt: skip
-        if step == NUM_STEPS:
-            counts = calls.counts
+            if step == NUM_STEPS:
+                counts, used = calls.counts, disk.use.since(before)
+                used = used._replace(read=used.read - asked[0])
         if step >= NUM_STEPS:
             peaks.append(account.peak)
-    return counts, min(peaks, key=lambda peak: peak.total).by_category()
+    return counts, min(peaks, key=lambda peak: peak.total).by_category(), used

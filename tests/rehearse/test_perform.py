@@ -6,8 +6,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from foreign_models import KINDS, MODULES
 from real_steps import real_step
 
+from shardwise.interop.transformers.spec import spec_from_transformers
 from shardwise.rehearse.perform import RehearsedJob, perform
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
@@ -31,21 +33,54 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "split": (1, 1, 1, 1), "tp": 2,
                     "sequence": True, "recompute": "selective"},
 }  # fmt: skip
+MOE = preset("tiny-moe").with_overrides(
+    {k: v for k, v in SIZES.items() if k != "ffn"} | {"num_experts": 8, "experts_per_token": 2, "expert_ffn": 96}
+)
+SIGMOID = MOE.with_overrides({"router": "sigmoid-bias", "num_expert_groups": 4, "topk_groups": 2,
+                              "bias_update_rate": 0.001, "num_shared_experts": 1, "first_dense_layers": 1})  # fmt: skip
+BY_STEP = MOE.with_overrides({"aux_loss_rule": "transformers"})
+LAYOUTS |= {
+    "experts": {"spec": MOE, "dp": 2},
+    "experts of tp": {"spec": MOE, "tp": 2, "sequence": True, "recompute": "full"},
+    "ep": {"spec": SIGMOID, "dp": 4, "ep": 2},
+    "ep uneven": {
+        "spec": MOE.with_overrides({"num_experts": 6}),
+        "dp": 3,
+        "ep": 3,
+        "zero": 3,
+        "replicate": 1,
+        "seq_len": 62,
+    },
+    "ep zero": {"spec": SIGMOID, "dp": 4, "ep": 2, "zero": 2, "replicate": 1},
+    "ep tp cp": {"spec": MOE, "cp": 2, "tp": 2, "sequence": True, "ep": 4, "recompute": "selective"},
+    "nvme": {"dp": 2, "zero": 1, "replicate": 1, "offload": "optimizer", "offload_to": "nvme"},
+    "nvme all": {"dp": 2, "zero": 3, "replicate": 1, "offload": "all", "offload_to": "nvme"},
+    "theirs": {"model": "gpt_neox", "dp": 2},
+    "theirs zero": {"model": "gpt_neox", "dp": 2, "zero": 3, "replicate": 1, "recompute": "full"},
+    "ep pp": {"spec": BY_STEP, "pp": 2, "split": (1, 1), "dp": 2, "ep": 2, "zero": 1, "replicate": 1},
+}
 
 
-def job_for(spec: ModelSpec | None = None, **layout: Any) -> RehearsedJob:
-    spec = spec or preset("tiny").with_overrides(SIZES | {"num_layers": sum(layout.get("split", (2,)))})
+def job_for(spec: ModelSpec | None = None, model: str = "", **layout: Any) -> RehearsedJob:
+    """A job of a layout, on `model` of transformers or on a small decoder."""
+    if model:
+        spec = spec_from_transformers({"model_type": model, **KINDS[model]})
+    layers = sum(layout.get("split", (2,)))
+    spec = preset("tiny").with_overrides(SIZES | {"num_layers": layers}) if spec is None else spec
     batch = {"global_batch": 8, "micro_batch": 2, "precision": "fp32", "seq_len": 64} | layout
     plan = Plan(device="cpu", num_steps=3, threads_per_rank=1, reason="a test", **batch)
     return RehearsedJob(spec, plan, OptimizerConfig(lr=1e-3), AdapterConfig(), 1.0, 0)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_call_is_that_of_the_real_rank_and_memory_is_within_two_percent(name, ranks):
-    job = job_for(**LAYOUTS[name])
+def test_every_call_is_that_of_the_real_rank_and_memory_is_within_two_percent(name, ranks, tmp_path):
+    job = job_for(**LAYOUTS[name], offload_dir=str(tmp_path))
+    if not job.spec.is_ours:
+        ranks.preload(*MODULES)
     real = ranks.run(real_step, job.plan.world, job)
     for rank in (0, len(real) - 1):
-        calls, memory = real[rank]
+        calls, memory, disk = real[rank]
         program = perform(job, rank)
         assert Counter((m.op, m.elements, m.dtype) for m in program.calls) == calls, f"rank {rank}"
+        assert program.disk == disk, f"rank {rank}"
         assert program.peak == pytest.approx(sum(memory.values()), rel=0.02), (rank, program.memory, memory)

@@ -12,6 +12,7 @@ from shardwise.terminal import patience, say
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.store import Checkpoint
+    from shardwise.rehearse.program import DiskUse
     from shardwise.rehearse.question import RehearsalQuestion
     from shardwise.rehearse.rehearsal import Rehearsal
     from shardwise.spec.prediction import Prediction
@@ -48,10 +49,13 @@ def run(args: argparse.Namespace) -> int:
         count = plan.num_microbatches
         say(f"layout   {plan.layout}, {count} micro-batch{'es' if count > 1 else ''} per step")
         say(f"model    {question.spec.name} on {plan.world:,} of {question.cluster.name}")
+    from shardwise.rehearse.even_routing import assumed
     from shardwise.rehearse.perform import RehearsedJob
     from shardwise.rehearse.prices import planner_prices
     from shardwise.rehearse.rehearsal import rehearse, summary
 
+    if question.spec.is_moe and not args.json:
+        say(f"assumed  {assumed(question.spec, plan)}")
     config = question.config
     job = RehearsedJob(
         question.spec,
@@ -115,6 +119,7 @@ def _show(question: RehearsalQuestion, found: Rehearsal) -> None:
             f"memory   {held} of {format_bytes(question.limit)} on rank {fullest.rank}, in {fullest.moment}; "
             f"predicted {format_bytes(tensors)} ({fullest.peak / tensors - 1:+.0%})"
         )
+        _elsewhere(fullest.host, fullest.disk)
         if seconds := _step_seconds(question, found):
             predicted = question.prediction.step_s
             say(
@@ -132,6 +137,17 @@ def _show(question: RehearsalQuestion, found: Rehearsal) -> None:
         say(f"REHEARSED ok: {what}, {calls:,} calls of a step matched, in {format_seconds(found.seconds)}")
     else:
         say(f"REHEARSED {what} in {format_seconds(found.seconds)}: {len(found.faults)} found wrong")
+
+
+def _elsewhere(host: int, disk: DiskUse) -> None:
+    """Prints what the fullest rank has offloaded."""
+    from shardwise.config.units import format_bytes
+
+    if host:
+        say(f"offload  {format_bytes(host)} of that rank in CPU memory")
+    if disk.space:
+        read, written = format_bytes(disk.read), format_bytes(disk.written)
+        say(f"disk     {format_bytes(disk.space)} of that rank; a step reads {read} and writes {written}")
 
 
 def _tensor_bytes(prediction: Prediction) -> int:

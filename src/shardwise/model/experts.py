@@ -184,13 +184,21 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         # The kernel reads rows of 16 bytes, and wants some.
-        if can_group(x_MD) and x_MD.shape[1] % 8 == self.up.shape[1] % 8 == 0 and x_MD.shape[0]:
+        if self.groups(x_MD) and x_MD.shape[1] % 8 == self.up.shape[1] % 8 == 0 and x_MD.shape[0]:
             return self._grouped(x_MD, counts_E)
-        sizes = even_sizes(x_MD.shape[0], counts_E.shape[0]) if x_MD.is_meta else counts_E.tolist()
+        sizes = self.sizes(x_MD, counts_E)
         # unbind, not indexing: its backward stacks the experts' gradients once instead of adding E stacks of zeros.
         gates = [None] * len(sizes) if self.gate is None else self.gate.unbind()
         experts = zip(x_MD.split(sizes), gates, self.up.unbind(), self.down.unbind(), strict=True)
         return torch.cat([self._one(*expert) for expert in experts])
+
+    def groups(self, x_MD: Tensor) -> bool:
+        """Returns whether these rows go through grouped matmuls."""
+        return can_group(x_MD)
+
+    def sizes(self, x_MD: Tensor, counts_E: Tensor) -> list[int]:
+        """Returns the number of each expert's rows, read from `counts_E`."""
+        return even_sizes(x_MD.shape[0], counts_E.shape[0]) if x_MD.is_meta else counts_E.tolist()
 
     def _one(self, x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> Tensor:
         if gate is None:

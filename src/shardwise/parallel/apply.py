@@ -74,10 +74,11 @@ def parallelize_decoder(
     size, traffic = bucket_bytes(plan), Traffic()
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
     if isinstance(spec, TransformersSpec):
-        assert init_weights is not None, "a model of transformers has its weights from the start"
-        init_weights = partial(_init_foreign, init_weights, adapter, seed, plan.precision)
-        stage, float8 = _whole_stage(spec, mesh, attention, init_weights, size, traffic)
-        return Engine(spec, [stage], mesh, COMPUTED[plan.precision], size, traffic, float8)
+        theirs = cast(Decoder, TransformersModel(spec, attention, KEPT[plan.precision]))  # it has the decoder's calls
+        init_weights = partial(_init_foreign, init_weights or _draw, adapter, seed, plan.precision)
+        with memory():
+            stage, float8 = _whole_stage(theirs, mesh, init_weights, size, traffic)
+            return Engine(spec, [stage], mesh, COMPUTED[plan.precision], size, traffic, float8)
     adapters = decoder_adapters(spec, adapter, seed, plan.precision)
     stages, float8 = [], None
     for index, layers in enumerate(stage_layers(plan, spec.num_layers)):
@@ -109,15 +110,18 @@ def parallelize_decoder(
 
 
 def _whole_stage(
-    spec: TransformersSpec, mesh: Mesh, attention: str, init_weights: InitWeights, size: int, traffic: Traffic
+    model: Decoder, mesh: Mesh, init_weights: InitWeights, size: int, traffic: Traffic
 ) -> tuple[Stage, Float8Layers | None]:
     """Returns the one stage of a model of the transformers library, and its fp8 layers: the model is read whole, then
     replicated or sharded in place."""
-    model = cast(Decoder, TransformersModel(spec, attention, KEPT[mesh.plan.precision]))  # it has the decoder's calls
     init_weights(model)
     groups = [[block] for block in cast(TransformersModel, model).blocks()]
     float8 = float8_in_place(model, groups, mesh)
     return Stage(0, model, split_in_place(model, groups, mesh, traffic, size)), float8
+
+
+def _draw(model: Decoder) -> None:
+    cast(TransformersModel, model).draw()
 
 
 def _init_foreign(

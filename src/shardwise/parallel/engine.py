@@ -21,6 +21,7 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts, balancing_weights, counting_first, update_router_bias
 from shardwise.optim.build import build_optimizer
 from shardwise.optim.loss_scaling import clip_factor, scaler_of
+from shardwise.optim.offload.buffer import Disk
 from shardwise.optim.offload.choose import offloaded_optimizer
 from shardwise.optim.offload.nvme_model import NvmeModel
 from shardwise.optim.offload.optimizer import OffloadedOptimizer
@@ -84,15 +85,16 @@ class Engine:
         self,
         config: OptimizerConfig,
         own: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        disk: Disk | None = None,
     ) -> torch.optim.Optimizer:
         """Returns an optimizer of what this rank holds. Its state lies where the plan puts it: on the device, in CPU
-        memory or on a disk. `own` makes another one from the parameters that are trained."""
+        memory or on a disk, by default the plan's. `own` makes another one from the parameters that are trained."""
         if own is not None:
             return own([local for local in self.locals() if local.requires_grad] or [nn.Parameter(torch.empty(0))])
         build = partial(build_optimizer, config)
         if self.plan.offload == "none":
             return build(self.locals(), {s.local: s.low_precision for s in self.shards if s.low_precision is not None})
-        optimizer = offloaded_optimizer(self.shards, build, self.plan, self.mesh.device)
+        optimizer = offloaded_optimizer(self.shards, build, self.plan, self.mesh.device, disk)
         self.stream_gradients(optimizer)
         return optimizer
 

@@ -1,10 +1,11 @@
 """Says which ranks of a plan run the same program, so that one of them is rehearsed for all.
 
 What a rank does follows from its stage, its place in the context, the sizes of its slices, the shapes of its
-micro-batches, and how many rows of those parameters it has whose gradients travel as they are. Two ranks that agree in
-all of it make the same calls with the same sizes. Everything else that ZeRO shards is padded to equal parts, and a
-class is represented by its first rank, which has the most rows of each. Invariant: classes come from coordinates
-alone; tests/rehearse/test_classes.py rehearses every rank of small worlds and finds each as its class says.
+micro-batches, what it exchanges with those that have other experts, and how many rows it has of those parameters whose
+gradients travel as they are. Two ranks that agree in all of it make the same calls with the same sizes. Everything else
+that ZeRO shards is padded to equal parts, and a class is represented by its first rank, which has the most rows of
+each. Invariant: classes come from coordinates alone; tests/rehearse/test_classes.py rehearses every rank of small
+worlds and finds each as its class says.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.interop.transformers.model import TransformersModel
+from shardwise.interop.transformers.spec import TransformersSpec
 from shardwise.model.decoder import Decoder
 from shardwise.parallel.shards import row_range
 from shardwise.parallel.tensor.slices import Placement, placement
+from shardwise.rehearse.even_routing import routing_key
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.recompute import segments
@@ -60,7 +64,8 @@ def families(spec: ModelSpec, plan: Plan, classes: RankClasses) -> list[list[int
     shapes = Shapes(spec, plan)
     for number, rank in enumerate(classes.first):
         pp, *others = _key(plan, shapes, rank)
-        key = (tuple(others), _stages(spec, plan, pp)) if plan.pp > 1 else (tuple(others), pp)
+        is_alike = plan.pp > 1 and not spec.needs_counts_first  # else a pass comes before the one that is repeated
+        key = (tuple(others), _stages(spec, plan, pp)) if is_alike else (tuple(others), pp)
         found.setdefault(key, []).append(number)
     return list(found.values())
 
@@ -89,7 +94,8 @@ def _key(plan: Plan, shapes: Shapes, rank: int) -> tuple[Any, ...]:
     at = plan.coordinates(rank)
     ep = rank % plan.ep
     state = at.shard * plan.cp + at.cp
-    return at.pp, at.cp, len(plan.rows(at.dp)), shapes.slices(at.tp, ep), shapes.travelling_rows(at.tp, state)
+    rows = len(plan.rows(at.dp)), routing_key(shapes.spec, plan, rank)
+    return at.pp, at.cp, rows, shapes.slices(at.tp, ep), shapes.travelling_rows(at.tp, state)
 
 
 class Shapes:
@@ -107,6 +113,8 @@ class Shapes:
         """Returns what the ranks at a place of a tensor-parallel and of an expert-parallel group hold of a
         parameter."""
         plan = self.plan
+        if not self.spec.is_ours:
+            return Placement(None, 1, False)
         return placement(self.spec, name, plan.tp, tp, plan.sequence, plan.ep, ep)
 
     def part(self, name: str, tp: int, ep: int) -> tuple[int, ...]:
@@ -137,7 +145,7 @@ class Shapes:
 def whole_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     """Returns the shape of every parameter of the whole model, by its global name."""
     with torch.device("meta"):
-        model = Decoder(spec, "math")
+        model = TransformersModel(spec) if isinstance(spec, TransformersSpec) else Decoder(spec, "math")
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

@@ -73,7 +73,7 @@ def match(world: World) -> list[Fault]:
     found = [fault for channel in channels if (fault := _groups(world, channel))]
     if found:  # who is in a group without knowing it makes no call there
         return found
-    found = [fault for channel in channels if (fault := _collectives(world, channel))]
+    found = [fault for channel in channels if (fault := _collectives(world, channel) or _exchanges(world, channel))]
     return [*found, *list(_sends(world))[:MOST_SENDS]]
 
 
@@ -91,6 +91,8 @@ def check_axes(world: World, plan: Plan) -> list[Fault]:
         "pp": Line(plan.pp, plan.stage_world),
         "ends": Line(2, (plan.pp - 1) * plan.stage_world),
         "ep": Line(plan.ep, 1),
+        "expert-dp": Line(plan.expert_copies, plan.ep),
+        "expert-shard": Line(plan.expert_shards, plan.ep),
     }
     found = []
     for axis, channel in sorted({(axis, c) for program in world.programs for c, axis in program.channels.items()}):
@@ -138,6 +140,37 @@ def _collectives(world: World, channel: Channel) -> Fault | None:
     return _first_difference(world, channel, int(row[0]), int(row[place]))
 
 
+def _exchanges(world: World, channel: Channel) -> Fault | None:
+    """Returns the first exchange of rows in which one rank sends another number than the other one expects."""
+    calls = [
+        [program.calls[number] for number in program.by_channel.get(channel, ()) if program.calls[number].is_exchange]
+        for program in world.programs
+    ]
+    if not any(calls):
+        return None
+    rows, _ = world.members(channel)
+    seen = set[tuple[Call, ...]]()
+    for index in np.unique(world.of_rank[rows], axis=0, return_index=True)[1]:
+        classes, places = np.unique(world.of_rank[rows[index]], return_inverse=True)
+        for number, together in enumerate(zip(*(calls[one] for one in classes), strict=True)):
+            if together not in seen:
+                parts = [together[place].parts() for place in places]
+                sent, received = (np.array(side) for side in zip(*parts, strict=True))
+                for sender, receiver in np.argwhere(sent != received.T)[:1]:
+                    one, other = int(rows[index][sender]), int(rows[index][receiver])
+                    return Fault(
+                        "call",
+                        f"{world.name(one)} sends other rows than {world.name(other)} expects",
+                        f"exchange {number + 1} of their {world.axis(channel)} group: {sent[sender, receiver]:,} "
+                        f"elements are sent, {received[receiver, sender]:,} are waited for",
+                        REPORT,
+                        (one, other),
+                    )
+            if len(classes) == 1:  # else the same calls may stand in other places
+                seen.add(together)
+    return None
+
+
 def _first_difference(world: World, channel: Channel, one: int, other: int) -> Fault:
     mine, theirs = (list(_calls(world.program_of(rank), channel)) for rank in (one, other))
     index = next(
@@ -164,7 +197,7 @@ def _calls(program: Program, channel: Channel) -> Iterator[tuple[Call, str]]:
 
 
 def _call(call: Call) -> Hashable:
-    return call.op, call.elements, call.dtype, call.detail
+    return call.op, -1 if call.is_exchange else call.elements, call.dtype, call.detail
 
 
 def _words(call: Call) -> str:

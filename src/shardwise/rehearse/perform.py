@@ -2,23 +2,28 @@
 
 The model is split by `parallelize_decoder` and two steps are made by `start_step`, as every run makes them; the second
 one, with everything in place, is recorded: its calls, the FLOPs between them, and the bytes held at its fullest
-moment. Only three things are stood in for: process groups (stand_in.py), memory (sizes.py) and the batch, whose rows
-are as many and as long as the plan's. Read next: classes.py, which says for how many ranks one record stands.
+moment. Five things are stood in for: process groups (stand_in.py), memory (sizes.py), a disk (no_disk.py), which expert
+gets which token (even_routing.py), and the batch, whose rows are as many and as long as the plan's. Read next:
+classes.py, which says for how many ranks one record stands.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 from shardwise.data.loader import StepBatch, TensorBatch, cut_microbatches, number_rows
+from shardwise.interop.transformers.model import as_if_run
 from shardwise.memory.account import Account
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh
+from shardwise.rehearse.even_routing import EvenRouting
+from shardwise.rehearse.no_disk import NoDisk, uncounted
 from shardwise.rehearse.program import Channel, HeldShard, Program
 from shardwise.rehearse.repeats import NotRepeatable, Repeats
 from shardwise.rehearse.sizes import Sizes
@@ -59,7 +64,8 @@ def perform_alike(job: RehearsedJob, ranks: Sequence[int], *, repeats: bool = Tr
     run, the others go through their own lists of actions over its records."""
     began = time.perf_counter()
     try:
-        with alone_as(ranks[0], job.plan.world) as recorder:
+        theirs = nullcontext() if job.spec.is_ours or job.documents else as_if_run()
+        with alone_as(ranks[0], job.plan.world) as recorder, theirs:
             sizes = Sizes(recorder.add_flops, job.device)
             engine = parallelize_decoder(
                 job.spec,
@@ -85,8 +91,11 @@ def perform_alike(job: RehearsedJob, ranks: Sequence[int], *, repeats: bool = Tr
 
 
 def _train(job: RehearsedJob, engine: Engine, recorder: Recorder, ranks: Sequence[int], repeats: bool) -> list[Program]:
-    optimizer, clock = engine.optimizer(job.optimizer), RehearsalClock(recorder)
-    account, program = Account(engine.mesh.device, owners_of(engine, optimizer), clock), recorder.program
+    disk, clock = NoDisk(), RehearsalClock(recorder)
+    optimizer = engine.optimizer(job.optimizer, disk=disk)
+    clock.follow = EvenRouting(engine, job.device).follow
+    owners = uncounted(disk, owners_of(engine, optimizer))
+    account, program = Account(engine.mesh.device, owners, clock), recorder.program
 
     def step(number: int, plan: Plan) -> None:
         engine.follow(plan)
@@ -105,25 +114,40 @@ def _train(job: RehearsedJob, engine: Engine, recorder: Recorder, ranks: Sequenc
     step(1, _warm_up(job.plan))
     engine.follow(job.plan)
     recorder.records = True
-    repeated = Repeats(engine, recorder, account, clock) if repeats else None
+    repeated = Repeats(engine, recorder, account, clock, disk) if repeats else None
     account.label(everything=True)
     account.begin()
     with account:
+        before = disk.use
         step(NUM_STEPS, job.plan)
+        program.disk = disk.use.since(before)
     peak = account.peak
     if repeated is not None:
         repeated.outside, peak = account.peak, repeated.peak
     program.memory = peak.by_category()
     program.moment = "" if peak.during is None else describe(peak.during)
     program.shards = [HeldShard(s.name, tuple(s.local.shape), s.local.requires_grad) for s in engine.shards]
-    if repeated is None:
-        return [program]
-    return [program, *(repeated.moved(program, rank) for rank in ranks[1:])]
+    moved = [] if repeated is None else [repeated.moved(program, rank) for rank in ranks[1:]]
+    for one in (program, *moved):
+        one.host = _leave_device(job, one.memory)
+    return [program, *moved]
+
+
+def _leave_device(job: RehearsedJob, memory: dict[str, int]) -> int:
+    """Takes what lies in CPU memory beside a GPU out of the bytes by category, and returns how many these are."""
+    if job.device != "cuda" or job.plan.offload == "none":
+        return 0
+    away = ["optimizer", *(["parameters"] if job.plan.offload == "all" else [])]
+    host = sum(memory[name] for name in away)
+    memory |= dict.fromkeys(away, 0)
+    return host
 
 
 def _warm_up(plan: Plan) -> Plan:
-    """Returns the plan of the first step, which only puts everything in its place: one micro-batch is enough."""
-    return replace(plan, global_batch=plan.dp * plan.micro_batch)
+    """Returns the plan of the first step, which only puts everything in its place: one micro-batch is enough. What is
+    read ahead from a disk is learned from two."""
+    count = min(2 if plan.offload == "all" else 1, plan.num_microbatches)
+    return replace(plan, global_batch=plan.dp * plan.micro_batch * count)
 
 
 def _batch(mesh: Mesh, step: int, has_documents: bool) -> StepBatch:

@@ -63,6 +63,8 @@ class Call(NamedTuple):
     peer: int = -1  # of a send or receive: the other one's place in the line
     tag: int = 0  # likewise
     element_bytes: int = 0
+    sent: tuple[int, ...] = ()  # of an exchange of rows: elements to each place of the line; equal ones are left out
+    received: tuple[int, ...] = ()  # likewise: elements from each
 
     @property
     def is_p2p(self) -> bool:
@@ -73,6 +75,19 @@ class Call(NamedTuple):
     def num_bytes(self) -> int:
         """Returns the bytes of the buffer."""
         return self.elements * self.element_bytes
+
+    @property
+    def is_exchange(self) -> bool:
+        """Returns whether this is an all-to-all in which every rank may send and receive another number of rows."""
+        return self.detail == ROWS
+
+    def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the elements of an exchange to each place of the line, and those from each."""
+        equal = (self.elements // self.channel.line.length,) * self.channel.line.length
+        return self.sent or equal, self.received or equal
+
+
+ROWS = "rows"  # the detail of an exchange
 
 
 class Event(NamedTuple):
@@ -146,6 +161,21 @@ class Calls(Sequence[Call]):
         return self.different.items[self.of[index]]
 
 
+class DiskUse(NamedTuple):
+    """The bytes of a rank's offloaded states on its disk, and those that a step reads and writes."""
+
+    space: int = 0
+    read: int = 0
+    written: int = 0
+
+    def since(self, before: DiskUse) -> DiskUse:
+        """Returns the same space, and what was read and written after `before`."""
+        return self._replace(read=self.read - before.read, written=self.written - before.written)
+
+
+NO_DISK = DiskUse()
+
+
 @dataclass
 class Program:
     """What one rank does in one step, and what it holds at its fullest moment."""
@@ -162,6 +192,8 @@ class Program:
     moment: str = ""
     """The action in whose course that was."""
     shards: list[HeldShard] = field(default_factory=list)
+    host: int = 0  # bytes in CPU memory beside a GPU
+    disk: DiskUse = NO_DISK
     seconds: float = 0.0  # that the rehearsal of this rank took
 
     @property

@@ -51,7 +51,6 @@ def ask_rehearsal(loaded: Loaded, path: str | None, nproc: int | None, cluster: 
     """Returns the question. `cluster`: the words of a command line; by default what a row of `plan` says it is for,
     else this machine."""
     spec = model_spec(loaded.config.model)
-    _check(loaded.config, spec)
     resolved = plan_to_prove(loaded, spec, nproc)
     config, plan = resolved.config, resolved.plan
     words = cluster or (cluster_named(Path(path)) if path else None)
@@ -81,24 +80,3 @@ def _on(cluster: ClusterSpec, plan: Plan, config: Config, spec: ModelSpec) -> Pl
     if cluster.device.kind == "cpu":
         return plan
     return with_speed(replace(plan, device="cuda"), config.speed, spec)
-
-
-def _check(config: Config, spec: ModelSpec) -> None:
-    """Refuses what has no rehearsal yet."""
-    if not spec.is_ours:
-        what = f"{spec.name} cannot be rehearsed: transformers builds it"
-        raise UserError(
-            what, why="its program reads values, and a rehearsal has none", fix="`shardwise verify` proves it"
-        )
-    if spec.is_moe:
-        raise UserError(
-            f"{spec.name} cannot be rehearsed: which expert gets which token is a matter of values",
-            why="a rehearsal has sizes only; routing that is assumed to be even is not built yet",
-            fix="`shardwise verify` proves the layout; `shardwise plan` predicts its memory",
-        )
-    if "nvme" in (config.memory.offload, config.memory.offload_to):
-        raise UserError(
-            "states on a disk cannot be rehearsed",
-            why="they would be written to this machine's disk",
-            fix="memory.offload=optimizer, which keeps them in CPU memory",
-        )

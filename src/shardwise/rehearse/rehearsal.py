@@ -199,6 +199,8 @@ def summary(rehearsal: Rehearsal) -> dict[str, Any]:
                 "peak_memory_bytes": program.peak,
                 "memory": program.memory,
                 "moment": program.moment,
+                "host_bytes": program.host,
+                "disk": program.disk._asdict(),
                 "waiting_s": rehearsal.waiting.get(number, 0.0),
             }
             for number, program in enumerate(programs)

@@ -33,7 +33,8 @@ from shardwise.parallel.engine import Engine
 from shardwise.parallel.pipeline.execute import Pipeline, Stage
 from shardwise.parallel.traffic import Traffic
 from shardwise.rehearse.classes import layers_of_rank
-from shardwise.rehearse.program import Call, Event, Program
+from shardwise.rehearse.no_disk import NoDisk
+from shardwise.rehearse.program import NO_DISK, Call, DiskUse, Event, Program
 from shardwise.rehearse.spans import describe
 from shardwise.rehearse.stand_in import Recorder
 from shardwise.run.clock import Clock
@@ -62,6 +63,7 @@ class ActionRecord:
     handed_on: tuple[torch.Size, torch.dtype] | None = None
     is_forward: bool = False  # then what it hands on is kept for backward
     freed: int = 0  # bytes among those freed that an earlier action of the pass has received or handed on
+    disk: DiskUse = NO_DISK
     keeps: bool = False  # what it has received, until the next action of the same pass is through
 
 
@@ -69,8 +71,8 @@ class Repeats:
     """The records of one rank's actions, and who repeats them. Made when the step that is recorded is about to
     begin."""
 
-    def __init__(self, engine: Engine, recorder: Recorder, account: Account, clock: Clock):
-        self.engine, self.recorder, self.account, self.clock = engine, recorder, account, clock
+    def __init__(self, engine: Engine, recorder: Recorder, account: Account, clock: Clock, disk: NoDisk):
+        self.engine, self.recorder, self.account, self.clock, self.disk = engine, recorder, account, clock, disk
         self.records: dict[Name, ActionRecord] = {}
         self.kept: dict[tuple[int, int], Tensor] = {}  # memory of what is under way, by stage and micro-batch
         self.passing: dict[tuple[int, int], list[Tensor]] = {}  # likewise: received or handed on, and kept till later
@@ -87,6 +89,7 @@ class Repeats:
             stage.wrapper.finish = self._recorded(stage)  # type: ignore[method-assign]
         self.bounds: list[tuple[int, int]] = []  # events and calls, before the pipeline and after it
         self.held_before = 0  # bytes
+        self.disk_inside = NO_DISK  # of the pipeline, in a step
         self.inside = self.outside = account.peak  # the fullest moments of the pipeline, and of the rest of the step
 
     @property
@@ -100,11 +103,11 @@ class Repeats:
         self.recorder.computed()
         self.bounds = [(len(program.events), len(program.calls))]
         before, account.peak = account.peak, account.settled()
-        self.held_before = account.peak.total
+        self.held_before, disk = account.peak.total, self.disk.use
         sums = self.run_pipeline(*args)
         self.recorder.computed()
         self.bounds.append((len(program.events), len(program.calls)))
-        self.inside = account.peak
+        self.inside, self.disk_inside = account.peak, self.disk.use.since(disk)
         account.peak = max(account.settled(), before, key=lambda point: point.total)
         return sums
 
@@ -188,6 +191,7 @@ class Repeats:
             events[index] = events[index]._replace(call=self.first_call[earlier] + number - first)
         self.first_call[name] = first
         self.recorder.repeat(record.calls, events)
+        self.disk.add(record.disk.read, record.disk.written)
 
     def _recorded(self, stage: Stage) -> Callable[[], None]:
         """Returns the `finish` of a stage's wrapper, recorded."""
@@ -247,13 +251,16 @@ class Repeats:
         self.recorder.program = program
         self._forget()
         account.begin()
-        start = account.settled().total
+        start, disk = account.settled().total, self.disk.use
         with account:
             micro = _Shape(torch.empty(plan.micro_batch, plan.seq_len, dtype=torch.int64))
             pipeline.train([micro] * plan.num_microbatches, 1, self.clock)
         self.recorder.computed()
         self._forget()
         self.recorder.program = mine
+        inside = self.disk.use.since(disk)
+        beside = mine.disk.since(self.disk_inside)
+        program.disk = mine.disk._replace(read=beside.read + inside.read, written=beside.written + inside.written)
         held = account.peak.by_category()
         self.moment = "" if account.peak.during is None else describe(account.peak.during)
         return held | {"temporary": held["temporary"] + self.held_before - start}
@@ -291,7 +298,7 @@ class _Recording:
         self.events, self.calls = len(recorder.program.events), len(recorder.program.calls)
         repeats.first_call[name] = self.calls
         self.before, account.peak = account.peak, account.settled()
-        self.start = account.peak.total
+        self.start, self.disk = account.peak.total, repeats.disk.use
 
     def record(self) -> ActionRecord:
         """Returns the record of what happened since."""
@@ -303,7 +310,8 @@ class _Recording:
         earlier = {i: self._owner(e.call) for i, e in enumerate(events) if 0 <= e.call < self.calls}
         relative = [e if e.call < 0 else e._replace(call=e.call - self.calls) for e in events]
         calls = [program.calls[index] for index in range(self.calls, len(program.calls))]
-        return ActionRecord(calls, relative, earlier, peak.total - self.start, end.total - self.start)
+        rise, kept = peak.total - self.start, end.total - self.start
+        return ActionRecord(calls, relative, earlier, rise, kept, disk=self.repeats.disk.use.since(self.disk))
 
     def _owner(self, call: int) -> tuple[Name, int]:
         """Returns the action that has begun a call, and which one of its calls it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ class RehearsalClock(Clock):
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
+        self.follow: Callable[[Span], None] = lambda span: None  # is told of every action that begins
         super().__init__(torch.device("cpu"))
 
     def span(self, kind: str, *about: Any, **more: Any) -> Any:
         opened = super().span(kind, *about, **more)
         if kind in ("compute", "optimizer"):
             self.recorder.during = describe(opened.span)
+            self.follow(opened.span)
         return opened
 
     def close(self, span: Span, start: Moment, end: Moment) -> None:

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.parallel.pipeline.execute import AHEAD
-from shardwise.rehearse.program import Call, Channel, Event, Program, line_through
+from shardwise.rehearse.program import ROWS, Call, Channel, Event, Program, line_through
 
 BACKEND = "rehearsal"
+Parts = tuple[tuple[int, ...], tuple[int, ...]]  # of an exchange: elements to each rank of a group, and from each
 NOT_RECORDED = (
     *("allreduce_coalesced", "reduce", "gather", "scatter", "reduce_scatter", "alltoall", "allgather_coalesced"),
     *("all_gather_single_coalesced", "reduce_scatter_single_coalesced", "allgather_into_tensor_coalesced"),
@@ -141,10 +142,18 @@ class RecordedGroup(dist.ProcessGroup):
     def group_name(self) -> Any:
         return self._name
 
-    def _note(self, op: str, tensors: Sequence[Tensor], detail: str = "", peer: int = -1, tag: int = 0) -> RecordedWork:
+    def _note(
+        self,
+        op: str,
+        tensors: Sequence[Tensor],
+        detail: str = "",
+        peer: int = -1,
+        tag: int = 0,
+        parts: Parts = ((), ()),
+    ) -> RecordedWork:
         first = tensors[0]
         elements, dtype = sum(tensor.numel() for tensor in tensors), str(first.dtype).removeprefix("torch.")
-        call = Call(op, self.channel, elements, dtype, detail, peer, tag, first.element_size())
+        call = Call(op, self.channel, elements, dtype, detail, peer, tag, first.element_size(), *parts)
         return RecordedWork(self.recorder, self.recorder.begin(call), list(tensors))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> RecordedWork:  # type: ignore[override]
@@ -165,7 +174,13 @@ class RecordedGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, received: list[int], sent: list[int], opts: Any = None
     ) -> RecordedWork:
-        return self._note("all-to-all", [output if output.numel() >= input.numel() else input])
+        larger = output if output.numel() >= input.numel() else input
+        if not sent:
+            return self._note("all-to-all", [larger])
+        width = input.shape[1:].numel()
+        parts = tuple(rows * width for rows in sent), tuple(rows * width for rows in received)
+        is_even = all(set(part) == {larger.numel() // len(part)} for part in parts)
+        return self._note("all-to-all", [larger], ROWS, parts=((), ()) if is_even else parts)
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> RecordedWork:
         return self._note("send", tensors, peer=to, tag=tag)

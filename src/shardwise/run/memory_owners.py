@@ -12,6 +12,7 @@ import torch
 
 from shardwise.kernels.quantized_weight import LEAVES
 from shardwise.memory.account import OwnedTensor, Owners, plain_parts
+from shardwise.optim.offload.nvme import NvmeOptimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.fsdp2 import ParameterGroup, parameter_groups
 
@@ -24,7 +25,7 @@ def owners_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Owners
 
     def held(everything: bool) -> Iterator[OwnedTensor]:
         for shard in engine.shards if everything else ():
-            yield OwnedTensor("parameters", shard.name, shard.local.detach())
+            yield OwnedTensor("parameters", shard.name, shard.local)  # no view of it: it may be without memory
             if shard.low_precision is not None:
                 yield OwnedTensor("parameters", f"low-precision {shard.name}", shard.low_precision.detach())
         for group in groups:
@@ -39,6 +40,8 @@ def owners_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Owners
             for key, value in state.items():
                 if torch.is_tensor(value):
                     yield OwnedTensor("optimizer", f"{key} of {names.get(id(parameter), 'a parameter')}", value)
+        for buffer in optimizer.buffers() if isinstance(optimizer, NvmeOptimizer) else ():
+            yield OwnedTensor("optimizer", "a buffer of states on a disk", buffer.memory)
 
     return held
 

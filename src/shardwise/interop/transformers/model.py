@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,20 @@ def find_block_list(model: nn.Module) -> tuple[str, list[nn.Module]]:
         )
     name = max(outer, key=lambda name: len(outer[name]))
     return name, list(outer[name].children())
+
+
+@contextmanager
+def as_if_run() -> Iterator[None]:
+    """Lets transformers take tensors without values for those of a run. For those of a compiler it builds masks that a
+    run has no use for."""
+    from transformers import masking_utils
+
+    before = masking_utils.is_tracing
+    masking_utils.is_tracing = lambda tensor=None: False
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = before
 
 
 def quiet_transformers() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from shardwise.optim.offload.buffer import Disk
 from shardwise.optim.offload.cpu import StreamingOptimizer
 from shardwise.optim.offload.nvme import NvmeOptimizer, state_names
 from shardwise.optim.offload.nvme_model import NvmeModel
@@ -15,14 +16,14 @@ from shardwise.spec.plan import Plan
 
 
 def offloaded_optimizer(
-    shards: Iterable[HeldParameter], build: Build, plan: Plan, device: torch.device
+    shards: Iterable[HeldParameter], build: Build, plan: Plan, device: torch.device, disk: Disk | None = None
 ) -> OffloadedOptimizer:
     """Returns the optimizer that a plan asks for, over the shards that are trained. One without any state has nothing
-    to put on a disk."""
+    to put on a disk. `disk`: by default that of the plan's directory."""
     held = [shard for shard in shards if shard.local.requires_grad]
     home = held[0].local.device if held else device
     dtype = held[0].local.dtype if held else torch.float32
     if plan.offload_to == "nvme" and state_names(build, dtype)[0]:
         kind = NvmeModel if plan.offload == "all" else NvmeOptimizer
-        return kind(held, build, home, Path(plan.offload_dir), plan.offload_buffer)
+        return kind(held, build, home, disk or Disk(Path(plan.offload_dir)), plan.offload_buffer)
     return OffloadedOptimizer(held, build) if home.type == "cpu" else StreamingOptimizer(held, build, home, dtype)

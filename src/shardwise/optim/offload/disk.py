@@ -42,7 +42,7 @@ class ScratchFile:
     """Is `num_bytes` on a disk, all of it reserved from the start; unwritten parts read as zeros."""
 
     def __init__(self, directory: Path, num_bytes: int):
-        self.num_bytes = aligned(num_bytes)
+        self.num_bytes, self.num_read, self.num_written = aligned(num_bytes), 0, 0
         path = directory / f".shardwise-offload-{os.getpid()}-{id(self)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self.is_direct = True
@@ -65,10 +65,12 @@ class ScratchFile:
 
     def read(self, offset: int, buffer: memoryview) -> Transfer:
         """Starts to fill the buffer with what the file has from `offset` on."""
+        self.num_read += len(buffer)
         return self._start(os.preadv, offset, buffer)
 
     def write(self, offset: int, buffer: memoryview) -> Transfer:
         """Starts to write the buffer, which must not change until that is done."""
+        self.num_written += len(buffer)
         return self._start(os.pwritev, offset, buffer)
 
     def close(self) -> None:

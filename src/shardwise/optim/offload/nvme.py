@@ -12,13 +12,12 @@ from __future__ import annotations
 import mmap
 import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.optim.offload.buffer import Buffer
-from shardwise.optim.offload.disk import ALIGNMENT, NOTHING, ScratchFile, aligned
+from shardwise.optim.offload.buffer import Buffer, Disk
+from shardwise.optim.offload.disk import ALIGNMENT, NOTHING, aligned
 from shardwise.optim.offload.optimizer import Build, HeldParameter, OffloadedOptimizer, Piece, UpdateGroup
 
 NUM_BUFFERS = 4  # groups in memory: two that are read, one that is updated, one that is written
@@ -26,24 +25,24 @@ READ_AHEAD = 2
 
 
 class NvmeOptimizer(OffloadedOptimizer):
-    """Leaves parameters where they are; state is in a file under `directory`. On a GPU gradients stay there until their
+    """Leaves parameters where they are; state is in a file on a disk. On a GPU gradients stay there until their
     group's turn."""
 
     more_rows = 0  # rows of memory beside the buffers
 
     def __init__(
-        self, shards: Iterable[HeldParameter], build: Build, device: torch.device, directory: Path, buffer_bytes: int
+        self, shards: Iterable[HeldParameter], build: Build, device: torch.device, disk: Disk, buffer_bytes: int
     ):
-        self.device, self.buffer_bytes = device, buffer_bytes
+        self.disk, self.device, self.buffer_bytes = disk, device, buffer_bytes
         held = list(shards)
         self.dtype = next((shard.local.dtype for shard in held if shard.local.requires_grad), torch.float32)
         self.names, self.counts = state_names(build, self.dtype)
         self.rows = self._rows()
         self._counters: dict[int, dict[str, Tensor]] = {}  # step counters stay in memory, by piece
         super().__init__(held, build)
-        self.file = ScratchFile(directory, len(self.groups) * self.group_bytes)
+        self.file = disk.new_file(len(self.groups) * self.group_bytes)
         self._buffers = [
-            Buffer(self.group_bytes, self.scratch_bytes, device, self.dtype) for _ in range(self._num_buffers())
+            Buffer(disk, self.group_bytes, self.scratch_bytes, device, self.dtype) for _ in range(self._num_buffers())
         ]
 
     def _rows(self) -> list[str]:
@@ -165,7 +164,7 @@ class NvmeOptimizer(OffloadedOptimizer):
             self._counters[id(piece)] = {k: v for k, v in state.items() if isinstance(v, Tensor) and not v.ndim}
             for name in self.names:
                 row = self._row(buffer, piece, name)
-                if name in state and state[name].data_ptr() != row.data_ptr():
+                if name in state and state[name].untyped_storage()._cdata != row.untyped_storage()._cdata:
                     row.copy_(state[name].view(-1))  # the optimizer made a new tensor
             if self._is_away and piece.master.grad is not None:
                 buffer.bring_back(piece.shard.local, piece.master, piece)
@@ -176,6 +175,10 @@ class NvmeOptimizer(OffloadedOptimizer):
 
     def _buffer(self, number: int) -> Buffer:
         return self._buffers[number % len(self._buffers)]
+
+    def buffers(self) -> list[Buffer]:
+        """Returns the memory that it has for good."""
+        return self._buffers
 
     @property
     def written_bytes(self) -> int:

@@ -15,13 +15,12 @@ import ctypes
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.optim.offload.buffer import Buffer
+from shardwise.optim.offload.buffer import Buffer, Disk
 from shardwise.optim.offload.disk import NOTHING, Transfer, aligned, new_buffer
 from shardwise.optim.offload.nvme import NvmeOptimizer, flat_shape
 from shardwise.optim.offload.optimizer import Build, HeldParameter, Piece
@@ -61,11 +60,11 @@ class NvmeModel(NvmeOptimizer):
     more_rows = NUM_LANDINGS
 
     def __init__(
-        self, shards: Iterable[HeldParameter], build: Build, device: torch.device, directory: Path, buffer_bytes: int
+        self, shards: Iterable[HeldParameter], build: Build, device: torch.device, disk: Disk, buffer_bytes: int
     ):
         _give_memory_back()
-        super().__init__(shards, build, device, directory, buffer_bytes)
-        self._landings = [Buffer(self.row_bytes, 0, device, self.dtype) for _ in range(NUM_LANDINGS)]
+        super().__init__(shards, build, device, disk, buffer_bytes)
+        self._landings = [Buffer(disk, self.row_bytes, 0, device, self.dtype) for _ in range(NUM_LANDINGS)]
         self._next_landing = itertools.cycle(self._landings)
         self._reader = _Reader(self)
         for shard in self.shards:
@@ -76,6 +75,9 @@ class NvmeModel(NvmeOptimizer):
 
     def _rows(self) -> list[str]:
         return ["parameter", *self.names, "gradient"]
+
+    def buffers(self) -> list[Buffer]:
+        return [*self._buffers, *self._landings]
 
     @property
     def written_bytes(self) -> int:
@@ -187,7 +189,7 @@ class _Reader:
         lengths = [aligned(param.rows.numel() * size) for param, _ in params]
         free = self._free.get(sum(lengths), [])
         memory = free.pop() if free else new_buffer(sum(lengths))
-        elements, view = torch.frombuffer(memory, dtype=self.owner.dtype), memoryview(memory)
+        elements, view = self.owner.disk.tensor(memory).view(self.owner.dtype), memoryview(memory)
         tensors, blocks, first = [], [], 0
         for (param, shard), length in zip(params, lengths, strict=True):
             at = first

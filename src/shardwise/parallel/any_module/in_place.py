@@ -39,7 +39,8 @@ def split_in_place(
     if mesh.plan.activation_offload:
         apply_activation_offload(blocks, mesh.device)
     if mesh.fsdp is None:
-        module.to(mesh.device)
+        if any(tensor.device != mesh.device for tensor in (*module.parameters(), *module.buffers())):
+            module.to(mesh.device)  # tensors without values could not even be moved to where they are
         return (
             Replicated(module, mesh.dp, bucket_bytes, traffic) if mesh.dp is not None else DataParallelWrapper(module)
         )

@@ -41,7 +41,7 @@ class SpreadExperts(Experts):
             self.register_parameter(name, None if weight is None else _own_experts(weight, group))
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        trip = plan_trip(counts_E, self.group, self.wait)
+        trip = plan_trip(counts_E, self.group, self.wait, self.read_rows)
         x_RD = exchange(x_MD, trip.received, trip.sent, self.group, self.wait)
         if len(trip.counts_L) == 1:
             out_RD = super().forward(x_RD, trip.counts_L)  # all rows are for the one expert, by rank as they arrive
@@ -49,6 +49,10 @@ class SpreadExperts(Experts):
             out_RD = super().forward(arrange(x_RD, trip.by_expert_R, trip.by_rank_R), trip.counts_L)
             out_RD = arrange(out_RD, trip.by_rank_R, trip.by_expert_R)
         return exchange(out_RD, trip.sent, trip.received, self.group, self.wait)
+
+    def read_rows(self, leaving_PL: Tensor, coming_PL: Tensor) -> list[list[int]]:
+        """Returns the rows to each rank and those from each, read from their counts by rank and expert."""
+        return rows_by_rank(leaving_PL, coming_PL)
 
 
 class SplitMixture(MixtureOfExperts):
@@ -112,13 +116,23 @@ class Trip(NamedTuple):
     by_rank_R: Tensor  # and back
 
 
-def plan_trip(counts_E: Tensor, group: Group, wait: Wait = unseen) -> Trip:
+def rows_by_rank(leaving_PL: Tensor, coming_PL: Tensor) -> list[list[int]]:
+    """Returns the rows to each rank and those from each, given their counts by rank and expert."""
+    return torch.stack((leaving_PL.sum(1), coming_PL.sum(1))).tolist()  # on a GPU: the one wait for values
+
+
+def plan_trip(
+    counts_E: Tensor,
+    group: Group,
+    wait: Wait = unseen,
+    read: Callable[[Tensor, Tensor], list[list[int]]] = rows_by_rank,
+) -> Trip:
     """Collective. Exchanges how many rows come for each expert, and returns the trip of this rank's rows."""
     leaving_PL = counts_E.view(group.size(), -1)
     coming_PL = torch.empty_like(leaving_PL)
     with wait("all-to-all", coming_PL.nbytes):
         dist.all_to_all_single(coming_PL, leaving_PL, group=group)
-    sent, received = torch.stack((leaving_PL.sum(1), coming_PL.sum(1))).tolist()  # on a GPU: the one wait for values
+    sent, received = read(leaving_PL, coming_PL)
     experts_PL = torch.arange(coming_PL.shape[1], device=counts_E.device).expand_as(coming_PL)
     experts_R = experts_PL.flatten().repeat_interleave(coming_PL.flatten(), output_size=sum(received))
     by_expert_R = experts_R.argsort(stable=True)
