@@ -19,6 +19,7 @@ import pytest
 from shardwise.errors import Exit, UserError
 from shardwise.launch.local import JobEnds
 from shardwise.launch.nodes import connection, interfaces, preflight
+from shardwise.launch.nodes.agent import work_on_node
 from shardwise.launch.nodes.checks import Checks
 from shardwise.launch.nodes.connection import Background, NodeLink, framed
 from shardwise.launch.nodes.follower import Follower
@@ -184,6 +185,23 @@ def test_a_node_that_has_read_the_secret_of_an_earlier_start_reads_the_new_one(p
             while 1 not in head.links and time.monotonic() < deadline:
                 time.sleep(0.01)
         assert 1 in head.links
+
+
+def test_a_second_job_by_hand_that_cannot_have_the_port_leaves_the_first_ones_secret(port: int, tmp_path: Path):
+    file = tmp_path / f".secret-ssh-job-{port}-0"
+    with JobHead(HERE, port, 2, lambda: shared_secret(file, is_head=True)) as first:
+        with pytest.raises(UserError, match="cannot listen"):
+            work_on_node(job_of(0, 2, port, tmp_path))
+        assert shared_secret(file, is_head=False) == first.secret
+        with socket.create_server((HERE, 0)) as free:
+            other = free.getsockname()[1]
+        head, raised = outcome(lambda: work_on_node(job_of(0, 2, other, tmp_path)))
+        theirs = shared_secret(tmp_path / f".secret-ssh-job-{other}-0", is_head=False)
+        with Follower([HERE], other, theirs, hello(1, "asked", 0), 10) as leaving:
+            leaving.link.send("refuse", text="error: no\n  why  w\n  fix  f", exit=int(Exit.STOPPED))
+            head.join(10)
+        assert raised[0].code == Exit.STOPPED
+        assert [one.name for one in tmp_path.glob(".secret*")] == [file.name], "a secret goes with its job"
 
 
 def test_what_was_sent_last_arrives_where_the_other_side_is_slow_to_read():

@@ -273,6 +273,26 @@ def test_what_a_partition_cannot_run_is_refused(spec, sinfo, partition, what, fi
     assert refused.value.fix == fix
 
 
+@pytest.mark.parametrize(
+    "said, why",
+    [
+        ("slurm_load_partitions: Zero Bytes were transmitted or received", "good for 5 minutes"),
+        (
+            "sinfo: error: Munge encode failed: no\nslurm_load_partitions: Protocol authentication error",
+            "munged",
+        ),
+        ("slurm_load_partitions: Unable to contact slurm controller (connect failure)", "Unable to contact"),
+    ],
+)
+def test_a_slurm_that_does_not_answer_is_no_slurm_without_partitions(spec, sinfo, said, why, workdir, capsys):
+    (workdir / "sinfo-bin" / "sinfo").write_text(f"#!/bin/sh\nprintf '{said}\n' >&2\nexit 1\n")
+    with pytest.raises(UserError, match="SLURM refuses what this host asks: ") as refused:
+        fitted(spec, "gpu", False, sinfo, is_submitted=True)
+    assert why in refused.value.why and "\n" not in str(refused.value.why)
+    assert fitted(spec, "gpu", False, sinfo) == spec
+    assert "is not compared with its partition" in capsys.readouterr().err
+
+
 def test_65_nodes_are_more_than_the_default_partition_has(spec, sinfo):
     with pytest.raises(UserError, match="takes 65 nodes, and partition gpu has 64"):
         fitted(replace(spec, nodes=65), None, False, sinfo)

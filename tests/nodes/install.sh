@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs what the tests on nodes use: SLURM, munge and sshd as Debian's packages, and Ray (80 MB to download, 320 MB
+# Installs what the tests on nodes use: SLURM, munge, faketime and sshd as Debian's packages, and Ray (80 MB to download, 320 MB
 # on disk) in an environment of its own inside VENV. What cannot be installed is named here in a line, and the tests that
 # need it skip with another. Starts no service.
 #
@@ -18,7 +18,7 @@ left_out() {
 }
 
 missing=
-for pair in ip:iproute2 unshare:util-linux slurmctld:slurm-wlm munged:munge sshd:openssh-server; do
+for pair in ip:iproute2 unshare:util-linux slurmctld:slurm-wlm munged:munge faketime:faketime sshd:openssh-server; do
   command -v "${pair%%:*}" >/dev/null || missing="$missing ${pair##*:}"
 done
 if [ -z "$missing" ]; then

@@ -119,7 +119,7 @@ class Slurm:
         gpus += f"NodeName=c[1-{CLOUD_NODES}] Name=gpu Count={CLOUD_GPUS}\n"
         (self.folder / "gres.conf").write_text(gpus)
         for node in [*self.nodes, self.controller]:
-            self._start_munge(node, key)
+            self._start_munge(node)
         self._start("slurmctld", self.controller, "slurmctld", "-D", "-f", self.conf)
         for node in self.nodes:
             self.start_slurmd(node)
@@ -127,12 +127,22 @@ class Slurm:
             lambda: self.tool("sinfo", "-h", "-p", "real", "-o", "%T").split() == ["idle"], "nodes are idle"
         )
 
-    def _start_munge(self, node: Node, key: Path) -> None:
-        folder = "/run/munge"
+    def _start_munge(self, node: Node, folder: str = "/run/munge", *clock: str) -> None:
+        """Starts munged with its files in a folder of the node; `clock` stands before its command."""
         node.run("install", "--directory", "--mode=755", folder)
         own = [f"--{name}-file={folder}/{name}" for name in ("pid", "log", "seed")]
-        words = ["munged", "--foreground", "--force", f"--origin={node.address}", f"--key-file={key}", *own]
-        self._start(f"munged of {node.name}", node, *words)
+        own += [f"--origin={node.address}", f"--key-file={self.folder}/munge.key", f"--socket={folder}/munge.socket.2"]
+        self._start(f"munged of {node.name}", node, *clock, "munged", "--foreground", "--force", *own)
+
+    def conf_of_a_host_with_another_clock(self, seconds: int) -> Path:
+        """Returns a configuration for SLURM's commands on the controller whose requests are signed by a munged of their
+        own, whose clock is so many seconds ahead of, or behind, this machine's."""
+        folder = f"/run/munge{seconds:+d}"
+        self._start_munge(self.controller, folder, "faketime", "-f", f"{seconds:+d}s")
+        socket, own = f"{folder}/munge.socket.2", self.folder / f"clock{seconds:+d}.conf"
+        own.write_text(self.conf.read_text().replace("AuthInfo=", f"AuthInfo=socket={socket},"))
+        self.wait_until(Path(f"/proc/{self.controller.pid}/root{socket}").exists, "munged listens")
+        return own
 
     def start_slurmd(self, node: Node) -> None:
         """Starts the daemon of a node."""
@@ -154,7 +164,7 @@ class Slurm:
 
     def bring_back(self, node: Node) -> None:
         """Starts SLURM's daemons on a node again."""
-        self._start_munge(node, self.folder / "munge.key")
+        self._start_munge(node)
         self.start_slurmd(node)
 
     def submit(self, script: Path | str, *options: object) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 
 import pytest
@@ -183,3 +184,17 @@ def test_what_slurm_could_not_run_is_refused_before_it_is_queued(
     assert problem.startswith("error: ") and why.startswith("  why  ") and fix.startswith("  fix  "), asked.story()
     assert re.search(what, asked.output), asked.story()
     assert not shared_slurm.tool("squeue", "--noheader").strip()
+
+
+@pytest.mark.parametrize("seconds", [-400, 400])
+def test_a_host_whose_clock_munge_does_not_accept_queues_nothing(shared_slurm: Slurm, seconds: int):
+    """What it signs has expired on the controller, or is from the future."""
+    if shutil.which("faketime") is None:
+        pytest.skip("needs faketime: apt-get install faketime")
+    conf = shared_slurm.conf_of_a_host_with_another_clock(seconds)
+    command = ["shardwise", "launch", "slurm", plan_of(shared_slurm, 2), "--partition", "cloud", "--submit"]
+    asked = shared_slurm.controller.start(*command, SLURM_CONF=conf)
+    assert finish([asked]) == [Exit.USER_MISTAKE], asked.story()
+    problem, why, fix = asked.output.splitlines()[-3:]
+    assert problem.startswith("error: SLURM refuses what this host asks") and "good for 5 minutes" in why, asked.story()
+    assert "chronyc makestep" in fix and not shared_slurm.tool("squeue", "--noheader").strip()

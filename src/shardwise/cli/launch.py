@@ -167,7 +167,7 @@ def _slurm(args: argparse.Namespace) -> int:
         prepare=tuple(args.prepare),
         at_once=args.at_once,
     )
-    spec = fitted(_spec(args), args.partition, args.time is not None, os.environ)
+    spec = fitted(_spec(args), args.partition, args.time is not None, os.environ, args.submit)
     text = script(spec, options, _origin(args))
     if not args.submit:
         return _show(args, text, "sbatch")

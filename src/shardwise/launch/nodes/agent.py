@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -35,19 +34,23 @@ def work_on_node(job: NodeJob) -> int:
     """Does this node's part of a job and returns the exit code, which is the same on all nodes."""
     place = job.place
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's store warns of every address without a name
-    newer: Callable[[], bytes] | None = None
     with ExitStack() as opened:
-        if place.secret_file:
-            secret = read_secret(Path(place.secret_file))
-        else:
-            file = job.runs / f".secret-{place.scheduler}-{place.job}-{place.attempt}"
-            secret = shared_secret(file, is_head=place.index == 0)
-            newer = partial(shared_secret, file, is_head=False)
-            if place.index == 0:  # the others may not have read it yet when one of them leaves
-                opened.callback(file.unlink, missing_ok=True)
         _open_as_many_files_as_allowed()
         opened.enter_context(answering([NOTICE], _as_sigterm))
-        return Leader(job, secret).work() if place.index == 0 else Member(job, secret, newer).work()
+        if place.secret_file:
+            secret = read_secret(Path(place.secret_file))
+            return Leader(job, secret).work() if place.index == 0 else Member(job, secret).work()
+        # With the port in its name it is that of one job: who has started two by hand on one head gave them two ports.
+        file = job.runs / f".secret-{place.scheduler}-{place.job}-{place.port}-{place.attempt}"
+        if place.index > 0:
+            newer = partial(shared_secret, file, is_head=False)
+            return Member(job, newer(), newer).work()
+
+        def write() -> bytes:
+            opened.callback(file.unlink, missing_ok=True)  # not sooner: nodes that come late read it, too
+            return shared_secret(file, is_head=True)
+
+        return Leader(job, write).work()
 
 
 def _as_sigterm(number: int, frame: FrameType | None) -> None:

@@ -12,6 +12,7 @@ import errno
 import socket
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -35,15 +36,21 @@ LOOPBACK = "127.0.0.1"
 class JobHead:
     """Listens for the other nodes of a job. Used as a context: at its end nothing listens any more."""
 
-    def __init__(self, address: str, port: int, count: int, secret: bytes):
-        """`port` 0 takes any that is free."""
-        self.count, self.secret = count, secret
+    def __init__(self, address: str, port: int, count: int, secret: bytes | Callable[[], bytes]):
+        """`port` 0 takes any that is free. A function that writes the secret for the others is called when the port is
+        this job's: one that cannot have it must not replace the secret of the job that has."""
+        self.count = count
         self.store_port = 0  # where this node's store listens, once there is one
         self.links: dict[int, NodeLink] = {}
         self.hellos: dict[int, dict[str, Any]] = {}
         self.strangers: deque[str] = deque(maxlen=3)  # who tried without the secret, the last ones
         self._knocking: Counter[str] = Counter()  # connections from each address that have shown nothing yet
         self._listener = _listen(address, port)
+        try:
+            self.secret = secret if isinstance(secret, bytes) else secret()
+        except BaseException:
+            self._listener.close()
+            raise
         self.address, self.port = self._listener.getsockname()[:2]
         self.thread = Background()
         self._server = self.thread.call(self._serve())
@@ -115,6 +122,7 @@ def _listen(address: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
+        listener.listen(BACKLOG)  # two sockets may be bound to one port; only one may listen
     except OSError as error:
         listener.close()
         is_taken = error.errno == errno.EADDRINUSE

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -38,7 +38,8 @@ LAST_WORDS_S = 15.0  # for the nodes that are left when one is lost: their ranks
 class Leader:
     """The head's part."""
 
-    def __init__(self, job: NodeJob, secret: bytes):
+    def __init__(self, job: NodeJob, secret: bytes | Callable[[], bytes]):
+        """`secret`: as JobHead takes it."""
         self.job, self.place = job, job.place
         self.interface = choose_interface(job.interface, job.place.heads)
         self.own = own_address(job.interface, job.place.heads)
