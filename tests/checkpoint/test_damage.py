@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import small
 
 from shardwise.checkpoint import store
-from shardwise.checkpoint.manifest import read_manifest
+from shardwise.checkpoint.manifest import MANIFEST, read_manifest
+from shardwise.errors import UserError
 
 FLIPS = 1000
 
@@ -43,6 +45,17 @@ def test_each_of_a_thousand_flipped_bits_is_found_and_the_checkpoint_before_is_u
     assert num_named > FLIPS / 4, "chunks hold few tensors here, so most are named"
     checkpoint, skipped = store.newest_good(tmp_path)
     assert checkpoint is not None and checkpoint.step == 2 and not skipped and small.is_whole(checkpoint)
+
+
+def test_a_checkpoint_of_a_later_version_is_refused_rather_than_passed_over(tmp_path: Path) -> None:
+    """It is whole: going on from the one before would lose what was trained, and write over it."""
+    small.save(tmp_path, 1, {})
+    small.save(tmp_path, 2, {})
+    file = tmp_path / "step-2" / MANIFEST
+    file.write_text(file.read_text().replace('"schema": 2', '"schema": 3', 1))
+    with pytest.raises(UserError, match="later version") as error:
+        store.newest_good(tmp_path)
+    assert "number 3" in error.value.why
 
 
 # Crash points --------------------------------------------------------------------------------------------------------

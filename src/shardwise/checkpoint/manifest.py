@@ -315,6 +315,7 @@ def _tensors_of_file(file: Path, size: int) -> Group:
                 raise ValueError(f"{name[:80]} does not fit between bytes {start} and {stop}")
             slices = (StoredSlice(file.name, begin + start, (0,) * len(shape), shape),)
             found[name] = StoredTensor(dtype, shape, slices)
+        _check_bytes({"": found}, {file.name: StoredFile(size, 1, ())})
         return found
     except (OSError, ValueError) as error:
         raise damaged(file, str(error)) from None
