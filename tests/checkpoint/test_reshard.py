@@ -157,3 +157,29 @@ def test_replicas_share_the_writing_evenly(ranks: Any, tmp_path: Path) -> None:
     found = ranks.run(shares, 4, str(tmp_path))
     assert all(one == found[0] for one in found), "every rank comes to the same answer"
     assert max(found[0]) <= 1.05 * sum(found[0]) / 4
+
+
+def write_from_two_nodes(folder: str) -> tuple[list[bool], int]:
+    """Ranks 2 and 3 do not see the run's directory; they hold the second half of the layers."""
+    at_head = dist.get_rank() < 2
+    run = Path(folder) / ("run" if at_head else "mirror")
+    engine, optimizer = build("dp=2 zero=2 pp=2")
+    restore_state(engine, optimizer, store.Checkpoint(Path(folder) / "begun" / "step-2", 2))
+    saver = Saver(run / "checkpoints", engine, optimizer)
+    saver.save(2, dict)
+    dist.barrier()
+    return saver.sees, len(list((run / "checkpoints").iterdir()))
+
+
+def test_ranks_that_do_not_see_the_directory_send_their_slices_to_those_that_do(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "mirror" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "mirror" / ".mirror").write_text("run")
+    ranks.run(begin, 1, str(tmp_path))
+    found = ranks.run(write_from_two_nodes, 4, str(tmp_path))
+    assert found == [([True, True, False, False], number) for number in (1, 1, 0, 0)]
+    begun, sent = (store.Checkpoint(tmp_path / place / "step-2", 2) for place in ("begun", "run/checkpoints"))
+    sent.verify()
+    assert len(sent.manifest().files) > 4
+    for group in ("weights", "optimizer"):
+        truth, loaded = begun.load(group), sent.load(group)
+        assert loaded.keys() == truth.keys() and all(torch.equal(loaded[name], truth[name]) for name in truth)
