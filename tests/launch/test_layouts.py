@@ -140,7 +140,7 @@ def test_a_world_unlike_the_configs_is_refused(ranks: RankPool, tmp_path: Path) 
 
 
 def test_a_rank_that_dies_at_start_ends_the_job(tmp_path: Path) -> None:
-    words = [*SMALL, "train.steps=100000", "parallel.layout=dp=2 zero=3 pp=2", "model.num_layers=2"]
+    words = [*SMALL, "train.steps=100000", "parallel.layout=dp=2 zero=3 pp=2", "run.max_restarts=0"]
     process = start_command("train", *words, cwd=tmp_path)
     process_of_rank(3, process)
     ranks = children(process.pid)

@@ -6,6 +6,7 @@ from warm ones.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -146,13 +147,14 @@ def addresses_listening(pids: set[int]) -> list[str]:
 
 
 def test_a_killed_rank_is_named_and_the_run_resumes_until_sigterm(ranks, tmp_path):
-    process = WarmProcess(ranks, "train", "--nproc", 2, *LONG, "checkpoint.every=2", cwd=tmp_path)
+    process = WarmProcess(ranks, "train", "--nproc", 2, *LONG, "checkpoint.every=2", "run.max_restarts=0", cwd=tmp_path)
     run = tmp_path / "runs/long"
     wait_for_step(run, 5, process)
     os.kill(process_of_rank(1, process), signal.SIGKILL)
     output = finish(process)
     assert process.returncode == Exit.HARDWARE, output
     assert "rank 1 was killed by SIGKILL" in output and "Traceback" not in output and "gloo/transport" not in output
+    assert "class KILLED, cause outside this run" in output and "another rank" not in output
     last = max(losses_of(run))
     again = WarmProcess(ranks, "resume", run, cwd=tmp_path)
     wait_for_step(run, last + 2, again)
@@ -162,6 +164,46 @@ def test_a_killed_rank_is_named_and_the_run_resumes_until_sigterm(ranks, tmp_pat
     assert "SIGTERM" in output and "Traceback" not in output
     done = max(losses_of(run))
     assert (run / "checkpoints" / f"step-{done}" / "manifest.json").is_file()
+
+
+def test_ranks_that_are_killed_or_stopped_start_again_to_the_same_weights(ranks, tmp_path):
+    words = ["--no-verify", *SMALL, "train.steps=150", "checkpoint.every=10", "train.eval_batches=1"]
+    straight = warm_command(ranks, "train", "--nproc", 2, *words, "run.name=straight", cwd=tmp_path)
+    assert straight.returncode == Exit.DONE, straight.stderr
+    process = WarmProcess(ranks, "train", "--nproc", 2, *words, "run.name=hurt", cwd=tmp_path)
+    run = tmp_path / "runs/hurt"
+    for step, rank, number in ((15, 1, signal.SIGKILL), (60, 0, signal.SIGSTOP)):
+        wait_for_step(run, step, process)
+        os.kill(sorted(children(process.pid))[rank], number)
+    output = finish(process)
+    assert process.returncode == Exit.DONE, output
+    assert "fault    KILLED: rank 1 was killed by SIGKILL" in output, output
+    assert "fault    STOPPED: rank 0 is stopped" in output and "Traceback" not in output, output
+    events = [line["event"] for line in RunDir(run).lines() if "event" in line]
+    assert events == ["started", "restarted", "resumed", "restarted", "resumed", "finished"]
+    assert losses_of(run) == losses_of(tmp_path / "runs/straight")
+    assert contents(run / "checkpoints/step-150") == contents(tmp_path / "runs/straight/checkpoints/step-150")
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """The tensors' files of a checkpoint, by their digests."""
+    found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.safetensors")}
+    assert found
+    return found
+
+
+def test_a_stopped_rank_does_not_keep_anybody_from_ending_the_run(ranks, tmp_path):
+    process = WarmProcess(ranks, "train", "--nproc", 2, "--no-verify", *LONG, cwd=tmp_path)
+    wait_for_step(tmp_path / "runs/long", 2, process)
+    os.kill(sorted(children(process.pid))[1], signal.SIGSTOP)
+    began = time.monotonic()
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.3)  # two at once would be one
+    output = finish(process, 60)
+    assert process.returncode == Exit.INTERRUPTED, output
+    assert time.monotonic() - began < 20 and "STOPPED  at once, by Ctrl-C" in output and "SIGKILL" not in output
+    assert RunDir(tmp_path / "runs/long").state() == "stopped"
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):

@@ -35,7 +35,7 @@ FOR_OTHERS = {
 }
 """Names that somebody else uses, and who."""
 
-KEYS_TO_COME = {"staleness", "strategy", "max_restarts", "replan", "spares"}
+KEYS_TO_COME = {"staleness", "strategy", "replan", "spares"}
 """Fields of config sections that are refused by name until they do something."""
 
 

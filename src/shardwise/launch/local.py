@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,9 @@ from shardwise.launch.judge import Patience
 from shardwise.launch.memory_kills import killed_for_memory
 from shardwise.launch.outcome import RanksEnded
 from shardwise.launch.processes import ForkedRanks, RankFiles, RankProcesses, SpawnedRanks
+from shardwise.launch.restarts import Restarts
 from shardwise.launch.signs import Watch
 from shardwise.launch.supervisor import JobEnds, Supervisor
-from shardwise.launch.verdict import exit_code
 from shardwise.run.heartbeat import Heartbeats
 from shardwise.run.rundir import RunDir
 
@@ -49,12 +50,40 @@ def start_ranks(
     threads: int,
     interface: str | None,
     options: Sequence[str] = (),
-    body: Callable[[], int] | None = None,
+    body: Callable[[int | None], int] | None = None,
     attend: Callable[[], None] = lambda: None,
+    from_step: int | None = None,
+    max_restarts: int = 0,
 ) -> int:
-    """Runs `nproc` workers of this node alone and returns the exit code of the whole."""
-    share = Share(nproc, nproc, interface=interface)
-    return exit_code(run, ranks_ended(run, share, threads, options, body, attend))
+    """Runs `nproc` workers of this node alone, again where that may help, and returns the exit code of the whole. They
+    go on from the checkpoint of `from_step`; None: the newest."""
+    share, restarts = Share(nproc, nproc, interface=interface), Restarts(run, max_restarts)
+    while True:
+        asked = [*options, *from_step_option(from_step)]
+        ready = body and partial(body, from_step)
+        if restarts.done and ready is None and run.read_plan().get("device") == "cpu":
+            ready = _copy_of_this(run, asked)
+        ended = ranks_ended(run, share, threads, asked, ready, attend)
+        if not restarts.again(ended):
+            return restarts.code
+        from_step = None if ended.has_begun else from_step  # once it has begun, newer ones are gone
+
+
+def _copy_of_this(run: RunDir, options: Sequence[str]) -> Callable[[], int]:
+    """Returns what a rank does that is a copy of this process, which has loaded torch for the store and has computed
+    nothing: it is there seconds before one that must load it. On GPUs nobody has tried that."""
+    from shardwise.launch.worker import main
+
+    return partial(main, _rank_arguments(run, options))
+
+
+def _rank_arguments(run: RunDir, options: Sequence[str]) -> list[str]:
+    return [str(run.path), "--launcher", str(os.getpid()), *options]
+
+
+def from_step_option(from_step: int | None) -> list[str]:
+    """Returns the words by which a rank is told where to go on from."""
+    return [] if from_step is None else ["--from-step", str(from_step)]
 
 
 def ranks_ended(
@@ -69,7 +98,7 @@ def ranks_ended(
     ended. With `body` ranks are copies of this process (fork) that call it. `attend` is called while they train; what
     it raises ends them."""
     store, port = (None, share.store_port) if share.store_port else loopback_store()  # lives as long as the ranks do
-    arguments = ["-m", "shardwise.launch.rank", str(run.path), "--launcher", str(os.getpid()), *options]
+    arguments = ["-m", "shardwise.launch.rank", *_rank_arguments(run, options)]
     followed = Followed(run.log, attempt := share.attempt or next_attempt(run), has_first=share.first == 0)
     killed_before = killed_for_memory()
     with Heartbeats(share.count) as heartbeats:

@@ -169,10 +169,12 @@ def start(
 
         if planned.own != OwnParts():
             return _start_forked(run, planned, from_step, verify, attend, had_torch)
-        options = [] if from_step is None else ["--from-step", str(from_step)]
-        options += [] if verify else ["--no-verify"]
-        plan = planned.plan
-        return start_ranks(run, plan.world, plan.threads_per_rank, local_interface(plan.interface), options)
+        options = [] if verify else ["--no-verify"]
+        plan, most = planned.plan, planned.config.run.max_restarts
+        interface = local_interface(plan.interface)
+        return start_ranks(
+            run, plan.world, plan.threads_per_rank, interface, options, from_step=from_step, max_restarts=most
+        )
 
 
 def starting_line(world: int) -> str:
@@ -198,13 +200,21 @@ def _start_forked(
         )
     from shardwise.launch.local import start_ranks
 
-    def body() -> int:
+    def body(from_step: int | None) -> int:
         from shardwise.launch.worker import for_launcher, run_worker
 
         return for_launcher(run_worker(run, ranks_from_environment(), planned, from_step, launcher, verify))
 
+    interface, most = local_interface(plan.interface), planned.config.run.max_restarts
     return start_ranks(
-        run, plan.world, plan.threads_per_rank, local_interface(plan.interface), body=body, attend=attend
+        run,
+        plan.world,
+        plan.threads_per_rank,
+        interface,
+        body=body,
+        attend=attend,
+        from_step=from_step,
+        max_restarts=most,
     )
 
 

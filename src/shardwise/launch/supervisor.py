@@ -23,7 +23,7 @@ from shardwise.terminal import say_error
 
 LOOK_EVERY_S = 0.1
 LAST_WORDS_S = 5.0  # for ranks that have lost another one: they may know more than the first that ended
-WITNESS_S = 1.0  # where the first that ended has told why, or its signal does
+WITNESS_S = 1.0  # where the first that ended has told why
 STOP_S = 10.0  # for a step to end that somebody has asked to be the last
 STOP_STEPS = 3.0  # of the longest step so far, where that is more
 KILL_S = 30.0  # for the system to end what was killed; longer only where a driver holds it
@@ -82,8 +82,9 @@ class Supervisor:
         for number in self.asked[self._passed_on :]:
             self._pass_on(number)
         if failed:
-            is_telling = any(self.ranks.codes[rank] != LOST_PEER for rank in failed)
-            self._end_by = min(self._end_by, now + (WITNESS_S if is_telling else LAST_WORDS_S))
+            codes = [self.ranks.codes[rank] for rank in failed]
+            others_say_more = WITNESS_S if any(code != LOST_PEER for code in codes) else LAST_WORDS_S
+            self._end_by = min(self._end_by, now if min(codes) < 0 else now + others_say_more)
         if now >= self._end_by:
             self._kill()
             return True
@@ -118,8 +119,7 @@ class Supervisor:
             with suppress(OSError):
                 (self.run.crash / f"rank{rank}.stack").write_text(text, encoding="utf-8")
         self.suspicion = found
-        self.ranks.send(signal.SIGKILL, [found.rank])
-        self._end_by = now + WITNESS_S
+        self._end_by = now
 
     def _hurry(self, now: float) -> None:
         """Ends ranks that were asked to stop and do not get to the end of their step."""

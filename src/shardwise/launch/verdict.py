@@ -53,7 +53,8 @@ def _failed(run: RunDir, cause: Cause, remark: str) -> int:
         what.ljust(SECOND_COLUMN) + f" exit {int(cause.code)}, resumable",
         f"  who    {cause.who}",
         f"  why    {cause.why}" + f"; {remark}" * bool(remark),
-        f"  lost   {_loss_in_words(done, saved, seconds)}",
+        f"  lost   {in_words(done, saved, seconds)}; "
+        + (f"step {saved} is committed" if saved else "no checkpoint was committed yet"),
         f"  do     {run.how_to_resume()}",
     ]
     if cause.fault == "MEMORY":
@@ -75,11 +76,10 @@ def lost_steps(run: RunDir) -> tuple[int, int, float]:
     return max(steps, default=0), saved, sum(line["step_s"] for step, line in steps.items() if step > saved)
 
 
-def _loss_in_words(done: int, saved: int, seconds: float) -> str:
-    kept = f"step {saved} is committed" if saved else "no checkpoint was committed yet"
-    if done <= saved:
-        return f"nothing but the step it was at; {kept}"
-    return f"{counted(done - saved, 'step')}, {format_seconds(seconds)}; {kept}"
+def in_words(done: int, saved: int, seconds: float) -> str:
+    """Returns what is lost: the steps since the newest checkpoint, and the time they took."""
+    lost = max(0, done - saved)
+    return f"{counted(lost, 'step')}, {format_seconds(seconds)}" if lost else "only the step it was at"
 
 
 def _stopped(run: RunDir, ended: RanksEnded, cause: Cause | None = None) -> int:

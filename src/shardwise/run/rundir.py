@@ -139,6 +139,10 @@ class RunDir:
         if step:
             at_step(self.checkpoints, step)
 
+    def is_there(self) -> bool:
+        """Returns whether the directory has not been removed."""
+        return self.config.is_file()
+
     # --- reading -------------------------------------------------------------------------------------------------
 
     def lines(self) -> Iterator[dict[str, Any]]:

@@ -404,7 +404,9 @@ class RunConfig:
         "each update waits for the norm, on GPUs too; `stop` ends the run",
         choices=("stop", "skip", "rollback"),
     )
-    max_restarts: int = setting(0, "automatic restarts after a failure", low=0, later=True)
+    max_restarts: int = setting(
+        3, "restarts without a person, after a rank was killed, crashed or got stuck; 0: none", low=0
+    )
     replan: bool = setting(False, "plan again when machines are lost", later=True)
     spares: int = setting(0, "processes kept ready", low=0, later=True)
     profile: str | None = setting(
