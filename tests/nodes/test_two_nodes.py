@@ -17,7 +17,9 @@ from training import PORT, STEPS, check_same_losses, places, run_of, start_on, s
 from shardwise.errors import Exit
 
 
-def test_a_notice_to_one_node_stops_all_and_three_nodes_without_a_common_directory_go_on(nodes, one_process):
+def test_a_notice_to_one_node_stops_all_and_three_nodes_without_a_common_directory_go_on_though_a_rank_is_killed(
+    nodes, one_process
+):
     """The first node's directory is the truth; the others have mirrors, and what they write comes to it."""
     a, b, c = nodes(3, shared=False)
     commands = start_on([a, b])
@@ -33,7 +35,12 @@ def test_a_notice_to_one_node_stops_all_and_three_nodes_without_a_common_directo
     assert not (run_of(b) / "checkpoints" / f"step-{stopped_at}").exists()
     assert (run_of(a) / "events" / "rank1.jsonl").stat().st_size > 0, "rank 1 is on the second node"
 
-    assert finish(start_on([a, b, c]), 120) == [0, 0, 0]
+    commands = start_on([a, b, c])
+    until(lambda: steps_of(a) > stopped_at + 5, "five steps more", commands, 90)
+    [rank] = [line.split()[0] for line in c.processes() if "shardwise.launch.rank" in line]
+    c.run("kill", "-9", rank)  # all nodes start their ranks again
+    assert finish(commands, 120) == [0, 0, 0], commands[0].story()
+    assert "restart  1 of at most 3" in commands[0].output and "rank 2 was killed by SIGKILL" in commands[0].output
     check_same_losses(a, one_process)
     assert (run_of(a) / "events" / "rank2.jsonl").stat().st_size > 0
 

@@ -90,7 +90,8 @@ class Follower:
 
     def open_tunnel(self) -> int:
         """Returns a port of this node's loopback interface behind which the head's store is."""
-        self._tunnel = self.thread.call(asyncio.start_server(self._pass_on, LOOPBACK, 0))
+        if self._tunnel is None:  # ranks that are started again come by the same way
+            self._tunnel = self.thread.call(asyncio.start_server(self._pass_on, LOOPBACK, 0))
         return int(self._tunnel.sockets[0].getsockname()[1])
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.errors import Exit, UserError
 from shardwise.launch.allocator import set_allocator
-from shardwise.launch.local import Share, loopback_store, next_attempt, ranks_ended
+from shardwise.launch.local import Share, from_step_option, loopback_store, next_attempt, ranks_ended
 from shardwise.launch.nodes.checks import Checks
 from shardwise.launch.nodes.connection import Frame
 from shardwise.launch.nodes.head import JobHead
@@ -24,9 +24,9 @@ from shardwise.launch.nodes.mirror import digest_of, files_to_read, piece_of, sh
 from shardwise.launch.nodes.preflight import Preflight, Report
 from shardwise.launch.nodes.refusal import refusal_of, refused_by
 from shardwise.launch.outcome import RanksEnded, together
+from shardwise.launch.restarts import Restarts
 from shardwise.launch.start import PlannedRun, write_run
 from shardwise.launch.supervisor import JobEnds
-from shardwise.launch.verdict import exit_code
 from shardwise.private_names import check_private_names
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import patience, say, say_error
@@ -95,13 +95,28 @@ class Leader:
                 break
 
     def _train(self, run: RunDir, planned: PlannedRun) -> int:
-        """Has all nodes start their ranks and returns the exit code of the whole."""
-        plan, from_step = planned.plan, self.job.from_step
+        """Has all nodes start their ranks, again where that may help, and returns the exit code of the whole. A node
+        that is lost is not replaced here: the scheduler does that."""
+        from_step, restarts = self.job.from_step, Restarts(run, planned.config.run.max_restarts)
+        while True:
+            self.ended.clear()
+            own = self._start(run, planned, from_step)
+            if (code := self._lost_one(run, own)) is not None:
+                return code
+            others = [(RanksEnded.from_dict(words), bool(words["was_ended"])) for words in self.ended.values()]
+            ended = together(own, others, was_ended=bool(self._failed_first()))
+            if not restarts.again(ended):
+                return restarts.code
+            from_step = None if ended.has_begun else from_step
+
+    def _start(self, run: RunDir, planned: PlannedRun, from_step: int | None) -> RanksEnded:
+        """Has all nodes start their ranks and returns how those of this one ended."""
+        plan = planned.plan
         if plan.device == "cuda":
             set_allocator(plan.allocator, os.environ)
         count = plan.world // self.place.count
         share = Share(count, plan.world, interface=self.interface.name, attempt=next_attempt(run))
-        options = [*self.job.options, *([] if from_step is None else ["--from-step", str(from_step)])]
+        options = [*self.job.options, *from_step_option(from_step)]
         files = files_to_read(run, from_step)
         with shown(run) as sign:
             self.head.tell(
@@ -122,9 +137,9 @@ class Leader:
         self.head.tell("go")
         share = replace(share, store_port=self.head.store_port)
         ended = ranks_ended(run, share, plan.threads_per_rank, options, attend=lambda: self._attend(run))
-        code = self._settle(run, ended)
+        self._wait_until_ended(run, ended)
         del store
-        return code
+        return ended
 
     def _check_nodes(self, hellos: Mapping[int, Mapping[str, Any]]) -> Report:
         """Has all nodes checked against each other and says what was found. Before a run it is a warning: who pays for
@@ -232,8 +247,8 @@ class Leader:
             if index not in self.ended and why:
                 self.lost = self.lost or self._gone(index, why)
 
-    def _settle(self, run: RunDir, own: RanksEnded) -> int:
-        """Waits for the other nodes and returns the exit code of the whole."""
+    def _wait_until_ended(self, run: RunDir, own: RanksEnded) -> None:
+        """Waits until the other nodes have said how their ranks ended, or are lost."""
         if own.failures:
             self.head.tell("end")
         began, is_ending = time.monotonic(), False
@@ -248,6 +263,9 @@ class Leader:
         self._hear(run)
         if self.lost is None and late:
             self.lost = self._gone(late[0], f"it did not say within {END_S:.0f} s how its ranks ended")
+
+    def _lost_one(self, run: RunDir, own: RanksEnded) -> int | None:
+        """Returns the exit code of a job that has lost a node, None for one that has not."""
         if (problem := self.lost) is not None:
             self.head.tell("end")
             event = run.last_event() or {}
@@ -257,8 +275,7 @@ class Leader:
             say_error(f"error: {problem.what}\n  why  {problem.why}\n  fix  {run.how_to_resume()}")
             run.append({"event": "failed", "exit": int(problem.code), "why": problem.what, "wall_time": time.time()})
             return int(problem.code)
-        others = [(RanksEnded.from_dict(words), bool(words["was_ended"])) for words in self.ended.values()]
-        return exit_code(run, together(own, others, was_ended=bool(self._failed_first())))
+        return None
 
     def _failed_first(self) -> list[int]:
         return [index for index, words in self.ended.items() if words["failures"] and not words["was_ended"]]

@@ -73,14 +73,19 @@ class Member:
             if frame.words["kind"] != "check":
                 break
             link.answer(checks.answer(frame.words))
-        if frame is None or frame.words["kind"] != "run":
-            return self._left(frame)
-        words = frame.words
+        while frame is not None and frame.words["kind"] == "run":  # again, where another start may help
+            frame = self._start(frame.words)
+        return self._left(frame)
+
+    def _start(self, words: dict[str, Any]) -> Frame | None:
+        """Starts this node's ranks, says how they ended, and returns the head's next word; None where it is lost."""
+        link = self.way.link
+        self.was_ended, self.outbox = False, None
         run = self._open(words)
         link.send("ready", mirrors=self.outbox is not None)
         frame = link.receive("go", "exit", "refuse", timeout=READY_S)
         if frame is None or frame.words["kind"] != "go":
-            return self._left(frame)
+            return frame
         if words["device"] == "cuda":
             set_allocator(words["allocator"], os.environ)
         given = words["share"]
@@ -95,7 +100,7 @@ class Member:
         ended = ranks_ended(run, share, words["threads"], words["options"], attend=self._attend)
         self._send(is_last=True)
         link.send("ended", **ended.to_dict(), was_ended=self.was_ended)
-        return self._left(self.last or link.receive("exit", "refuse", timeout=READY_S))  # rank 0 may have more to do
+        return self.last or link.receive("run", "exit", "refuse", timeout=READY_S)  # rank 0 may have more to do
 
     def _open(self, words: dict[str, Any]) -> RunDir:
         """Returns the run directory on this node: the shared one, or a mirror that is up to date. Refuses what would

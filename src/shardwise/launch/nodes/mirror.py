@@ -33,7 +33,9 @@ PIECE = 2**20  # bytes that travel at once: a slow link must let signs of life t
 MOST_UNSENT = 2**23  # bytes that wait in this process for the network
 SEND_LAST_S = 20.0  # seconds for what ranks have written last
 READ = ("config.toml", "plan.json", "own-parts.json")
-WRITTEN = re.compile(r"events/rank\d+\.jsonl|log/rank\d+\.\d+\.(out|err)|crash/rank\d+\.txt|trace/rank-\d+\.json\.gz")
+WRITTEN = re.compile(
+    r"events/rank\d+\.jsonl|log/rank\d+\.\d+\.(out|err)|crash/rank\d+\.(txt|stack)|trace/rank-\d+\.json\.gz"
+)
 
 GROWING = ("events/", "log/")  # lines are added to these; the others are written once, and anew
 
