@@ -60,7 +60,7 @@ def start_ranks(
     share, restarts = Share(nproc, nproc, interface=interface), Restarts(run, max_restarts)
     while True:
         asked = [*options, *from_step_option(from_step)]
-        ready = body and partial(body, from_step)
+        ready: Callable[[], int] | None = body and partial(body, from_step)
         if restarts.done and ready is None and run.read_plan().get("device") == "cpu":
             ready = _copy_of_this(run, asked)
         ended = ranks_ended(run, share, threads, asked, ready, attend)
