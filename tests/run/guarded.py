@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
 from shardwise.run.own_parts import OwnParts
 from shardwise.run.ranks import Ranks
+from shardwise.run.replica_check import ReplicaCheck
 from shardwise.run.rundir import RunDir
 from shardwise.run.step import run_step
 from shardwise.spec.presets import preset
@@ -102,9 +103,70 @@ def skip_on_one_rank() -> tuple[bool, list[bool], bool]:
     return is_same, skipped[:3] if skipped[:3] == skipped[3:] else skipped, moved
 
 
-def run_rank(path: str, batches: Sequence[int]) -> tuple[int, str]:
-    """Runs on ranks: all of a run. Its exit code and what it said."""
+class Flipping(torch.optim.AdamW):
+    """AdamW on a machine whose memory loses one bit: of a parameter or a state, behind one update."""
+
+    after, of, is_unlucky = 0, "", False
+    num_updates = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.num_updates += 1
+        if self.is_unlucky and self.num_updates == self.after:
+            parameter = self.param_groups[0]["params"][2]
+            flip_bit(self.state[parameter][self.of] if self.of else parameter)
+
+
+def flip_bit(tensor: torch.Tensor) -> None:
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    flat[len(flat) // 2] ^= 4
+
+
+def run_rank(path: str, batches: Sequence[int], flips: tuple[int, int, str] | None = None) -> tuple[int, str]:
+    """Runs on ranks: all of a run. Its exit code and what it said. `flips`: the rank that loses a bit, the update
+    behind which, and the optimizer's state that it is of ("" for a parameter)."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    with redirect_stdout(StringIO()) as said:
-        code = run_worker(RunDir(Path(path)), Ranks(rank, world, rank, world), own=own_parts(batches), verify=False)
+
+    def optimizer(parameters: list[torch.nn.Parameter]) -> Flipping:
+        made = Flipping(parameters, lr=1e-3)
+        if flips:
+            made.is_unlucky, made.after, made.of = rank == flips[0], *flips[1:]
+        return made
+
+    own = own_parts(batches, optimizer if flips else None)
+    with redirect_stdout(StringIO()) as said, redirect_stderr(said):
+        code = run_worker(RunDir(Path(path)), Ranks(rank, world, rank, world), own=own, verify=False)
     return code, said.getvalue()
+
+
+def flip_in_layouts(layouts: Sequence[dict[str, Any]]) -> list[tuple[bool, list[tuple[int, str]], str, bool]]:
+    """Runs on four ranks: in every layout, two steps, a comparison, a bit that the last rank loses in each tensor it
+    shares, and another one. Whether all was well before, what was repaired, the trouble, and whether all is well."""
+    found = []
+    for layout in layouts:
+        trial, rank = Trial(seq_len=16), dist.get_rank()
+        sizes = {"num_layers": 2, "hidden": 32, "head_dim": 8, "num_heads": 4, "num_kv_heads": 4, "ffn": 64}
+        more = {"expert_ffn": 32, "router": "sigmoid-bias", "bias_update_rate": 0.1} if "ep" in layout else {}
+        spec = preset("tiny-moe" if more else "tiny").with_overrides(sizes | more)
+        engine = build_trial(spec, trial_plan(trial, **layout), trial, rank, torch.device("cpu"))
+        optimizer = engine.optimizer(trial.optimizer)
+        for step in (1, 2):
+            batch, num_targets = trial_batch(spec, engine.plan, trial, step, engine.mesh.at.dp)
+            how: dict[str, Any] = dict(num_targets=num_targets, lr=1e-2, clip=1.0, clock=Clock(torch.device("cpu")))
+            run_step(engine, optimizer, batch, **how)
+        check = ReplicaCheck(engine, optimizer, every=1, done=0)
+        before = look(check, 3)
+        if rank == 3:
+            for members in check._sets:
+                for _, tensor in check._tensors(members) if 3 in members else ():
+                    flip_bit(tensor)
+        trouble, repairs = look(check, 4)
+        repaired = [(one.rank, name) for one in repairs for name in one.tensors]
+        found.append((before == (None, []), repaired, trouble.why if trouble else "", look(check, 5) == (None, [])))
+    return found
+
+
+def look(check: ReplicaCheck, step: int) -> tuple[Any, list[Any]]:
+    sums = check.digests()
+    dist.all_reduce(sums)
+    return check.look(step, sums.tolist())

@@ -8,19 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from commands import losses_of
 from guarded import prepare_run, run_rank, skip_on_one_rank
 from ranks import RankPool
 
 from shardwise.errors import Exit, UserError
-from shardwise.parallel.mesh import Mesh
 from shardwise.run.non_finite import NonFinite
-from shardwise.run.passed_over import PassedOver, read_passed_over
+from shardwise.run.passed_over import PassedOver, batches_in
 from shardwise.run.rundir import RunDir
 from shardwise.run.step import StepResult
-
-ALONE: Any = Mesh(plan=type("Alone", (), {"world": 1})(), rank=0, at=None, device=torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def journal_of(run: RunDir) -> list[dict[str, Any]]:
@@ -103,17 +99,17 @@ def test_steps_train_on_the_batches_that_are_left() -> None:
 
 def test_a_journal_is_read_to_its_last_whole_line_and_refused_when_damaged(tmp_path: Path) -> None:
     journal = tmp_path / "passed-over.jsonl"
-    assert not read_passed_over(journal, ALONE).batches
+    assert not batches_in(journal)
     PassedOver().add([4, 5], journal, {"step": 5}, writes=True)
     PassedOver().add([9], journal, {"step": 9}, writes=True)
     PassedOver().add([99], journal, {"step": 9}, writes=False)
-    assert read_passed_over(journal, ALONE).batches == {4, 5, 9}
+    assert batches_in(journal) == [4, 5, 9]
     with open(journal, "a") as file:
         file.write('{"step": 12, "batches": [1')  # the process was killed here
-    assert read_passed_over(journal, ALONE).batches == {4, 5, 9}
+    assert batches_in(journal) == [4, 5, 9]
     journal.write_text("nonsense\n" + journal.read_text())
     with pytest.raises(UserError, match="is damaged"):
-        read_passed_over(journal, ALONE)
+        batches_in(journal)
 
 
 @pytest.mark.parametrize(("on_nan", "found"), [("rollback", [4, 6, 7, 8]), ("stop", [4, 6, 7, 8]), ("skip", [8])])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -32,6 +32,7 @@ from shardwise.run.listener import Ending, FinishedStep, Listener
 from shardwise.run.loggers import whole_config
 from shardwise.run.measured_steps import MeasuredSteps
 from shardwise.run.metrics import Metrics, expert_load
+from shardwise.run.replica_check import Repair
 from shardwise.run.session import Session
 from shardwise.run.setup import Setup
 
@@ -141,6 +142,13 @@ class Reporter(Listener):
         if self.metrics and self.comparison:
             write_plan(self.session.run, self.session.plan, self.prediction, self.comparison)
             self._say(short_lines(self.comparison))
+
+    def repaired(self, repairs: Sequence[Repair]) -> None:
+        for one in repairs:
+            about = {"step": one.step, "rank": one.rank, "host": one.host, "tensors": [*one.tensors]}
+            if self.metrics:
+                self.metrics.write({"event": "repaired", **about, "from_rank": one.source, "wall_time": time.time()})
+            self.say(f"repaired step {one.step}: {one}")
 
     def went_back(self, way: WayBack) -> None:
         trouble, passed = way.trouble, [*way.batches]

@@ -29,7 +29,7 @@ BEAT_EVERY_S = 0.25
 STACK_SIGNAL: int = getattr(signal, "SIGUSR2", 0)
 """Has a rank write the stacks of all its threads, even while one call holds the interpreter."""
 
-PHASES = ("starting", "proving", "set-up", "training", "evaluating", "sampling", "saving", "ending")
+PHASES = ("starting", "proving", "set-up", "training", "evaluating", "sampling", "saving", "going back", "ending")
 TRAINING, SAVING = PHASES.index("training"), PHASES.index("saving")
 KINDS = ("", "data_wait", "compute", "comm_exposed", "bubble", "optimizer", "other")
 """Kinds of spans (clock.py); no span is open at the first."""

@@ -7,7 +7,7 @@ nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.run.bubble_filling import FilledBubbles
     from shardwise.run.going_back import WayBack
     from shardwise.run.measured_steps import MeasuredSteps
+    from shardwise.run.replica_check import Repair
     from shardwise.run.setup import Setup
     from shardwise.run.step import StepResult
 
@@ -68,6 +69,9 @@ class Listener:
     def step(self, finished: FinishedStep) -> None:
         """Is called with a step's results: in order, once for each step, on a GPU after the next one has been
         queued."""
+
+    def repaired(self, repairs: Sequence[Repair]) -> None:
+        """Is called with what was repaired of this model's replicas, after every step: mostly nothing."""
 
     def went_back(self, way: WayBack) -> None:
         """Is called when the run has gone back to an earlier step, from which it goes on."""

@@ -34,8 +34,10 @@ def train(session: Session, stops: StopRequests, planner: Planner, listener: Lis
             listener.step_started(step)
             for finished in trainer.results_due(step):
                 listener.step(finished)
+            listener.repaired(trainer.take_repairs())
             if trainer.way_back:
-                listener.went_back(trainer.go_back())
+                with heartbeat.during("going back"):
+                    listener.went_back(trainer.go_back())
                 continue
             if trainer.evaluates(step):
                 with heartbeat.during("evaluating"):

@@ -12,14 +12,11 @@ import json
 import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.files import cannot_write
 from shardwise.run.rundir import to_json
-
-if TYPE_CHECKING:
-    from shardwise.parallel.mesh import Mesh
 
 
 class PassedOver:
@@ -49,22 +46,15 @@ class PassedOver:
         self.batches |= set(batches)
 
 
-def read_passed_over(journal: Path, mesh: Mesh) -> PassedOver:
-    """Collective. Returns what the journal of rank 0 says, on every rank."""
-    found = sorted(_batches_of(journal)) if mesh.rank == 0 else []
-    count = mesh.agree(len(found))
-    return PassedOver(mesh.agree(found[index] if found else 0) for index in range(count))
-
-
-def _batches_of(journal: Path) -> set[int]:
-    """Returns the batches of all lines. A last line that was cut short was written before a kill, and followed by no
-    step."""
+def batches_in(journal: Path) -> list[int]:
+    """Returns the batches of all lines of a journal; none where there is no journal. A last line that was cut short was
+    written before a kill, and followed by no step."""
     try:
         text = journal.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        return set()
+        return []
     try:
-        return {int(number) for line in text.split("\n")[:-1] for number in json.loads(line)["batches"]}
+        return [int(number) for line in text.split("\n")[:-1] for number in json.loads(line)["batches"]]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(
             f"{journal} is damaged",

@@ -18,6 +18,7 @@ from shardwise.data.streaming import TokenStream
 from shardwise.optim.offload.optimizer import OffloadedOptimizer
 from shardwise.optim.schedule import learning_rate
 from shardwise.parallel.apply import parallelize_decoder
+from shardwise.parallel.collect import exchange
 from shardwise.parallel.engine import Engine
 from shardwise.run.bubble_filling import held_out_filler
 from shardwise.run.build import use_losses, weights_of
@@ -28,7 +29,7 @@ from shardwise.run.measured_cluster import measured_cluster
 from shardwise.run.measured_split import measured_split
 from shardwise.run.memory_watch import MemoryWatch
 from shardwise.run.micro_batch_search import search_micro_batch
-from shardwise.run.passed_over import read_passed_over
+from shardwise.run.passed_over import PassedOver, batches_in
 from shardwise.run.planner import Planner
 from shardwise.run.profile import Profile
 from shardwise.run.session import Session
@@ -54,7 +55,8 @@ class Setup:
         # torch seeds its own generator from the system in every process. What draws from it (nothing of ours) is to be
         # the same in two runs with one seed, and so is the state of it that checkpoints keep.
         torch.default_generator.manual_seed(config.train.seed)
-        self.passed_over = session.inputs.passed_over = read_passed_over(session.run.passed_over, self.engine.mesh)
+        passed_over = batches_in(session.run.passed_over) if session.ranks.is_first else []
+        self.passed_over = session.inputs.passed_over = PassedOver(exchange(passed_over, self.engine.mesh)[0])
         self._opened, self._say = opened, listener.say
         self.done = restore(session, self.engine, self.optimizer, listener.say)  # steps of earlier processes
         self.saver = opened.enter_context(open_saver(session, self.engine, self.optimizer, listener.say))

@@ -37,6 +37,7 @@ class StepResult:
     scale: float = 1.0  # the loss scale with which this step was computed
     skipped: bool = False  # whether the update was left out, because something was not finite
     answers: list[int] = field(default_factory=list)  # what `ask` returned, summed over all ranks
+    added: list[float] = field(default_factory=list)  # what else was added up over all ranks
     expert_tokens: list[list[float]] = field(default_factory=list)  # tokens per expert, for every routed layer
 
 
@@ -48,6 +49,7 @@ class StartedStep:
     scale: float
     skipped: bool
     num_answers: int
+    num_added: int
     shape_of_experts: tuple[int, ...]
     values: Callable[[], list[float]]  # waits for the device: norm, losses, answers, tokens of experts
 
@@ -55,9 +57,10 @@ class StartedStep:
         norm, cross_entropy, aux, z, *rest = self.values()
         targets = max(self.num_targets, 1)
         answers = [round(answer) for answer in rest[: self.num_answers]]
-        tokens = torch.tensor(rest[self.num_answers :], dtype=torch.float64).view(self.shape_of_experts).tolist()
+        added, counts = rest[self.num_answers :][: self.num_added], rest[self.num_answers + self.num_added :]
+        tokens = torch.tensor(counts, dtype=torch.float64).view(self.shape_of_experts).tolist()
         losses = (cross_entropy / targets, aux / targets, z / targets)
-        return StepResult(*losses, norm, self.scale, self.skipped, answers, tokens)
+        return StepResult(*losses, norm, self.scale, self.skipped, answers, added, tokens)
 
 
 def run_step(
@@ -97,16 +100,18 @@ def start_step(
     clock: Clock,
     skip_non_finite: bool = False,
     ask: Ask = lambda: (),
+    added: torch.Tensor | None = None,  # fp64 on the engine's device, to be added up over all ranks as well
 ) -> StartedStep:
-    scale = engine.scaler.scale
-    norm, finish = accumulate(engine, batch, num_targets, clock, ask, agreed=skip_non_finite or engine.scaler.is_active)
+    scale, num_added = engine.scaler.scale, 0 if added is None else len(added)
+    agreed = skip_non_finite or engine.scaler.is_active
+    norm, finish = accumulate(engine, batch, num_targets, clock, ask, added, agreed=agreed)
     skip = skip_non_finite and not bool((norm + finish()[0]).isfinite())  # of all ranks, on every rank
     skip = update(engine, optimizer, norm, lr=lr, clip=clip, clock=clock, skip=skip)
     with clock.span("optimizer", "losses"):
         sums, experts = finish(), engine.expert_counts
         parts = [norm.view(1).double(), sums, *([experts.flatten()] if experts.numel() else [])]
         values = to_host(torch.cat(parts))
-    return StartedStep(num_targets, scale, skip, len(sums) - 3, experts.shape, values)
+    return StartedStep(num_targets, scale, skip, len(sums) - 3 - num_added, num_added, experts.shape, values)
 
 
 def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
@@ -128,15 +133,24 @@ def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
 
 
 def accumulate(
-    engine: Engine, batch: StepBatch, num_targets: int, clock: Clock, ask: Ask = lambda: (), *, agreed: bool = False
+    engine: Engine,
+    batch: StepBatch,
+    num_targets: int,
+    clock: Clock,
+    ask: Ask = lambda: (),
+    added: torch.Tensor | None = None,
+    *,
+    agreed: bool = False,
 ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
     """Runs forward and backward of every micro-batch. Returns the global gradient norm, and a function that returns the
-    loss sums and the answers over all ranks. `agreed`: as `Engine.norm_and_sums` has it."""
+    loss sums, the answers and what is `added` over all ranks. `agreed`: as `Engine.norm_and_sums` has it."""
     micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
     sums = engine.gradients(micro, num_targets, clock)
     if asked := ask():
         questions = torch.tensor(asked, dtype=torch.float64, pin_memory=sums.is_cuda)
         sums = torch.cat([sums, questions.to(sums.device, non_blocking=True)])
+    if added is not None:
+        sums = torch.cat([sums, added])
     with clock.span("optimizer", "norm and loss"):
         return engine.norm_and_sums(sums, agreed=agreed)
 

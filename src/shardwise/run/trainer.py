@@ -21,14 +21,15 @@ from shardwise.memory.usage import peak_bytes
 from shardwise.run.agreement import Agreed, Agreement, agreed, largest, stop_votes, summed
 from shardwise.run.bubble_filling import side_seconds
 from shardwise.run.checkpoints import CheckpointClock, described
+from shardwise.run.checks import Checks
 from shardwise.run.clock import Lap
 from shardwise.run.evaluate import EVAL_ROWS, evaluate, score
 from shardwise.run.generate import sample_text
-from shardwise.run.going_back import GoingBack, WayBack
+from shardwise.run.going_back import WayBack
 from shardwise.run.guards import StopRequests
 from shardwise.run.listener import Ending, FinishedStep
 from shardwise.run.measured_steps import CHECK_AFTER, FirstSteps, MeasuredSteps
-from shardwise.run.non_finite import NonFinite
+from shardwise.run.replica_check import Repair
 from shardwise.run.setup import Setup
 from shardwise.run.step import StartedStep, StepResult, find_overflow, start_step
 
@@ -58,9 +59,10 @@ class Trainer:
         self.follows = Agreed(Exit.DONE, 0, False)  # the step that was finished last
         self.overflow = ""  # what does not fit into fp16 at any loss scale
         self.next_step = setup.done + 1
-        self.non_finite = NonFinite(self.config.run.on_nan)
-        self.going_back = GoingBack(session, setup.engine.mesh)
+        self.checks = Checks(setup)
         self.way_back: WayBack | None = None  # what was agreed on, and not done yet
+        self.repairs: list[Repair] = []  # of replicas, that nobody was told of yet
+        self.saves_again = False  # what was saved last may have been damaged
 
     # Steps --------------------------------------------------------------------------------------------------------
 
@@ -101,6 +103,7 @@ class Trainer:
         if setup.filler:
             setup.filler.before_step()
         batch = self.agreement.next_batch()
+        digests = self.checks.digests(step, self.checkpoint.last_step)
         with setup.profile.during(step), setup.memory.during(step):
             started = start_step(
                 setup.engine,
@@ -112,6 +115,7 @@ class Trainer:
                 clock=setup.clock,
                 skip_non_finite=self.config.run.on_nan == "skip",
                 ask=self._ask,
+                added=digests,
             )
         self.pending.append(PendingStep(step, started, setup.clock.lap(), batch))
 
@@ -135,7 +139,7 @@ class Trainer:
     def _looks_after(self, step: int) -> bool:
         """Returns whether something after this step needs the model as it is then."""
         looks = any(_every(every, step) for every in (self.config.train.eval_every, self.config.train.sample_every))
-        return looks or self.follows.save or bool(self.stop) or step == self.plan.num_steps
+        return looks or self.follows.save or self.saves_again or bool(self.stop) or step == self.plan.num_steps
 
     def _read_all_but(self, newest: int) -> Iterator[FinishedStep]:
         while len(self.pending) > newest and not self.has_diverged and not self.way_back:
@@ -180,11 +184,11 @@ class Trainer:
         if scaler.is_stuck:
             num_targets = pending.started.num_targets
             self.overflow = find_overflow(self.setup.engine, pending.batch, num_targets, self.setup.clock)
-            self.follows = self.follows._replace(stop=Exit.DIVERGED)
-        trouble = None if scaler.is_active else self.non_finite.look(pending.step, result)
-        if trouble and self.config.run.on_nan != "stop":
-            self.way_back = self.going_back.way_back(trouble)
-        if trouble and not self.way_back:
+        found = self.checks.look(pending.step, result, self.checkpoint.last_step)
+        self.way_back = found.way_back
+        self.repairs += found.repairs
+        self.saves_again |= found.saves_again
+        if found.has_diverged or self.overflow:
             self.follows = self.follows._replace(stop=Exit.DIVERGED)
 
     @property
@@ -199,7 +203,6 @@ class Trainer:
         assert way is not None
         self.way_back = None
         self.pending.clear()
-        setup.saver.finish()  # else a later step would still be committed
         run, passed_over, is_first = setup.session.run, setup.passed_over, setup.session.ranks.is_first
         batches = [passed_over.number(step) for step in way.trouble.steps]
         if is_first:  # first of all: whatever ends this process from here on, the trouble is met again or passed over
@@ -208,9 +211,15 @@ class Trainer:
         passed_over.add(batches, run.passed_over, about, writes=is_first)
         setup.go_back(way.to)
         self.checkpoint.done(way.to)
+        self.checks.went_back(way)
         self.last, self.next_step = way.to, way.to + 1
         self._agree_anew(way.to)
         return replace(way, batches=tuple(batches))
+
+    def take_repairs(self) -> list[Repair]:
+        """Returns the repairs since it was last asked."""
+        repairs, self.repairs = self.repairs, []
+        return repairs
 
     # Between steps ------------------------------------------------------------------------------------------------
 
@@ -266,7 +275,7 @@ class Trainer:
 
     def saves(self, step: int) -> bool:
         """Returns whether a checkpoint is written after this step."""
-        return self._goes_on(step) and self.follows.save
+        return self._goes_on(step) and (self.follows.save or self.saves_again)
 
     def save(self, step: int, *, wait: bool = False) -> None:
         """Collective. Commits a checkpoint, or begins to write one in the background. Where that still writes the one
@@ -274,6 +283,7 @@ class Trainer:
         state = partial(described, self.setup.session, step, self.setup.engine)
         if self.setup.saver.save(step, state, wait=wait):
             self.checkpoint.done(step)
+            self.saves_again = False
 
     def committed(self) -> list[int]:
         """Returns the steps whose checkpoints this rank has handed in since the last call. Raises what writing in the
@@ -291,7 +301,8 @@ class Trainer:
         """Returns whether the last step is still to be saved. It is not after an update that was not finite; a step
         that overflowed was never applied."""
         self.setup.loader.close()
-        return (not self.has_diverged or bool(self.overflow)) and self.last > self.checkpoint.last_step
+        is_new = self.saves_again or self.last > self.checkpoint.last_step
+        return (not self.has_diverged or bool(self.overflow)) and is_new
 
     def finish_saving(self) -> None:
         """Collective. Waits for what is still written in the background."""
@@ -306,7 +317,7 @@ class Trainer:
         if not self.stop:
             votes = [*stop_votes(self.stops.check()), 0, 0]
             self.follows = agreed(summed(votes, session.device, self.plan))
-        why = self.going_back.why_not if self.has_diverged else self.stops.why or "another rank's request"
+        why = self.checks.going_back.why_not if self.has_diverged else self.stops.why or "another rank's request"
         return Ending(self.last, self.stop, why, self.overflow, peak, self.measured, is_new)
 
 

@@ -404,6 +404,12 @@ class RunConfig:
         "each update waits for the norm, on GPUs too; `stop` ends the run",
         choices=("stop", "skip", "rollback"),
     )
+    check_replicas: int = setting(
+        100,
+        "steps between comparisons of what replicas hold, bit by bit; also after every checkpoint. A minority takes "
+        "the bits of the majority, else the run goes back; 0: none",
+        low=0,
+    )
     max_restarts: int = setting(
         3, "restarts without a person, after a rank was killed, crashed or got stuck; 0: none", low=0
     )
