@@ -142,7 +142,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def _look_closer(self, step: int, differing: list[Members]) -> tuple[Trouble | None, list[Repair]]:
-        """Collective. Names the tensors that differ, and gives a minority the majority's bits."""
+        """Collective. Gives a minority the majority's bits, and returns which, or the trouble without one."""
         found = [one for members in differing for one in self._settle(members)]
         said = exchange([socket.gethostname(), found], self.mesh)
         hosts = [host for host, _ in said]

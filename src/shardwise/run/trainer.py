@@ -21,7 +21,6 @@ from shardwise.memory.usage import peak_bytes
 from shardwise.run.agreement import Agreed, Agreement, agreed, largest, stop_votes, summed
 from shardwise.run.bubble_filling import side_seconds
 from shardwise.run.checkpoints import CheckpointClock, described
-from shardwise.run.checks import Checks
 from shardwise.run.clock import Lap
 from shardwise.run.evaluate import EVAL_ROWS, evaluate, score
 from shardwise.run.generate import sample_text
@@ -32,6 +31,7 @@ from shardwise.run.measured_steps import CHECK_AFTER, FirstSteps, MeasuredSteps
 from shardwise.run.replica_check import Repair
 from shardwise.run.setup import Setup
 from shardwise.run.step import StartedStep, StepResult, find_overflow, start_step
+from shardwise.run.step_guards import StepGuards
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Trainer:
         self.follows = Agreed(Exit.DONE, 0, False)  # the step that was finished last
         self.overflow = ""  # what does not fit into fp16 at any loss scale
         self.next_step = setup.done + 1
-        self.checks = Checks(setup)
+        self.guards = StepGuards(setup)
         self.way_back: WayBack | None = None  # what was agreed on, and not done yet
         self.repairs: list[Repair] = []  # of replicas, that nobody was told of yet
         self.saves_again = False  # what was saved last may have been damaged
@@ -103,7 +103,7 @@ class Trainer:
         if setup.filler:
             setup.filler.before_step()
         batch = self.agreement.next_batch()
-        digests = self.checks.digests(step, self.checkpoint.last_step)
+        digests = self.guards.digests(step, self.checkpoint.last_step)
         with setup.profile.during(step), setup.memory.during(step):
             started = start_step(
                 setup.engine,
@@ -184,7 +184,7 @@ class Trainer:
         if scaler.is_stuck:
             num_targets = pending.started.num_targets
             self.overflow = find_overflow(self.setup.engine, pending.batch, num_targets, self.setup.clock)
-        found = self.checks.look(pending.step, result, self.checkpoint.last_step)
+        found = self.guards.look(pending.step, result, self.checkpoint.last_step)
         self.way_back = found.way_back
         self.repairs += found.repairs
         self.saves_again |= found.saves_again
@@ -211,7 +211,7 @@ class Trainer:
         passed_over.add(batches, run.passed_over, about, writes=is_first)
         setup.go_back(way.to)
         self.checkpoint.done(way.to)
-        self.checks.went_back(way)
+        self.guards.went_back(way)
         self.last, self.next_step = way.to, way.to + 1
         self._agree_anew(way.to)
         return replace(way, batches=tuple(batches))
@@ -317,7 +317,7 @@ class Trainer:
         if not self.stop:
             votes = [*stop_votes(self.stops.check()), 0, 0]
             self.follows = agreed(summed(votes, session.device, self.plan))
-        why = self.checks.going_back.why_not if self.has_diverged else self.stops.why or "another rank's request"
+        why = self.guards.going_back.why_not if self.has_diverged else self.stops.why or "another rank's request"
         return Ending(self.last, self.stop, why, self.overflow, peak, self.measured, is_new)
 
 

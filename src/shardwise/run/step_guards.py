@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Consequence:
     """What follows from a step's results."""
 
     way_back: WayBack | None = None  # the run goes back
@@ -31,10 +31,10 @@ class Finding:
     saves_again: bool = False  # the newest checkpoint may have been damaged before the repair
 
 
-FINE = Finding()
+FINE = Consequence()
 
 
-class Checks:
+class StepGuards:
     """One rank's guards. Collective: every rank makes one."""
 
     def __init__(self, setup: Setup):
@@ -52,33 +52,33 @@ class Checks:
         with self.setup.clock.span("other", "digests of replicas"):
             return self.replicas.digests()
 
-    def look(self, step: int, result: StepResult, saved: int) -> Finding:
+    def look(self, step: int, result: StepResult, saved: int) -> Consequence:
         """Collective where there is trouble. Returns what follows from a step's results."""
         scales = self.setup.engine.scaler.is_active  # then what overflows is passed over, and a smaller scale is tried
         if not scales and (trouble := self.non_finite.look(step, result)):
             way = None if self.config.on_nan == "stop" else self._way_back(trouble)
-            return Finding(way_back=way, has_diverged=way is None)
+            return Consequence(way_back=way, has_diverged=way is None)
         return self._compare(step, result.added, saved) if result.added else FINE
 
     def went_back(self, way: WayBack) -> None:
         """Is told that the run has gone back."""
         self.replicas.clean = way.to
 
-    def _compare(self, step: int, digests: list[float], saved: int) -> Finding:
-        """Collective where replicas differ."""
+    def _compare(self, step: int, digests: list[float], saved: int) -> Consequence:
+        """Collective where replicas differ. Returns what follows from the digests of a step."""
         trouble, repairs = self.replicas.look(step, digests)
         if trouble:
             way = self._way_back(trouble)
             if way is None:
                 raise self._lost(trouble)
-            return Finding(way_back=way)
+            return Consequence(way_back=way)
         if not repairs:
             return FINE
         clean, session = self.replicas.clean, self.setup.session
         self.setup.saver.finish()
         if session.ranks.is_first:  # whichever replica wrote it, it may have been the damaged one
             store.abandon_after(session.run.checkpoints, clean)
-        return Finding(repairs=tuple(repairs), saves_again=saved > clean)
+        return Consequence(repairs=tuple(repairs), saves_again=saved > clean)
 
     def _way_back(self, trouble: Trouble) -> WayBack | None:
         """Collective. Returns the way back, once what is still being written is there or not: else a later step would
