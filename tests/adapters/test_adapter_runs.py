@@ -62,11 +62,11 @@ def test_adapters_are_not_put_beside_another_base(run_here, capsys: pytest.Captu
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_export_writes_adapters_or_the_merged_model(run_here, kind: str):
     assert run_here("train", "--nproc", 1, *SMALL, "train.steps=3", "run.name=base") == Exit.DONE
-    assert run_here("export", "base", "--out", "base-hf") == Exit.DONE
+    assert run_here("export", "base", "--no-verify", "--out", "base-hf") == Exit.DONE
     words = ["model.path=base-hf", *SMALL[6:], *LORA, "train.steps=4", "optimizer.lr=0.02", f"adapter.kind={kind}"]
     assert run_here("train", "--nproc", 1, *words, "run.name=tuned") == Exit.DONE
     assert run_here("export", "tuned", "--out", "adapter") == Exit.DONE
-    assert run_here("export", "tuned", "--merge-lora", "--out", "merged") == Exit.DONE
+    assert run_here("export", "tuned", "--merge-lora", "--no-verify", "--out", "merged") == Exit.DONE
     config = json.loads(Path("adapter/adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "q_proj", "v_proj"]
     assert config["modules_to_save"] == ["model.norm"] and config["base_model_name_or_path"] == "base-hf"

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -145,6 +145,26 @@ def open_part(file: Path, size: int) -> int:
         why = f"it has {found.st_size} bytes of {size}" if stat.S_ISREG(found.st_mode) else "it is no regular file"
         raise damaged(file, why)
     return handle
+
+
+class TensorsOnDisk(Mapping[str, Tensor]):
+    """The tensors of a group by name. Each is read when it is asked for; the last one is kept, of which several parts
+    may be wanted."""
+
+    def __init__(self, reader: SliceReader, group: str):
+        self.reader, self.group = reader, group
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = (name, self.reader.read(self.group, name))
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.reader.tensors(self.group))
+
+    def __len__(self) -> int:
+        return len(self.reader.tensors(self.group))
 
 
 @contextmanager

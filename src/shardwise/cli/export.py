@@ -27,18 +27,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="adapter runs: the whole model, with the adapters added to its weights",
     )
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not read the result back in another process and compare its logits"
+    )
     parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
 
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.run.weights import find_weights
 
-    export(find_weights(args.run, args.runs), Path(args.out), merge_lora=args.merge_lora, dtype=args.dtype)
+    weights, out = find_weights(args.run, args.runs), Path(args.out)
+    export(weights, out, merge_lora=args.merge_lora, dtype=args.dtype, verify=not args.no_verify)
     return Exit.DONE
 
 
-def export(weights: StoredWeights, out: Path, *, merge_lora: bool, dtype: str | None) -> None:
-    """Writes the whole model, or of a run with adapters the adapters alone, unless they are to be merged."""
+def export(weights: StoredWeights, out: Path, *, merge_lora: bool, dtype: str | None, verify: bool = True) -> None:
+    """Writes the whole model, or of a run with adapters the adapters alone, unless they are to be merged. A whole model
+    is read back by another process, which must come to the same logits."""
     from shardwise.cli.convert import convert
 
     if weights.adapter is None and merge_lora:
@@ -46,7 +51,7 @@ def export(weights: StoredWeights, out: Path, *, merge_lora: bool, dtype: str | 
             f"{weights.name} has no adapters to merge", why="all of its weights were trained", fix="drop --merge-lora"
         )
     if weights.adapter is None or merge_lora:
-        convert(weights, "hf", out, dtype)
+        convert(weights, "hf", out, dtype, verify=verify)
     else:
         _export_adapter(weights, weights.adapter, out, dtype)
 

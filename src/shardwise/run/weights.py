@@ -6,6 +6,8 @@ directory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +26,7 @@ from shardwise.spec.schema import AdapterConfig, Config, ModelConfig
 if TYPE_CHECKING:
     import torch
 
+    from shardwise.checkpoint.store import Checkpoint
     from shardwise.model.decoder import Decoder
 
 
@@ -81,15 +84,51 @@ class StoredWeights:
             return self._merged(device, dtype or torch.float32, attention)
         model = empty_model(ModelConfig(attention=attention), self.spec, dtype or torch.float32, device)
         if self.checkpoint:
-            tensors = Checkpoint(self.checkpoint, 0).load("weights", verify=True)
+            checkpoint = Checkpoint(self.checkpoint, 0)
             if isinstance(model, TransformersModel):
-                model.load_tensors(tensors)
+                model.load_tensors(checkpoint.load("weights", verify=True))
             else:
-                model.load_state_dict(tensors)
+                checkpoint.verify(only="weights")
+                self._read_into(model.state_dict(keep_vars=True), checkpoint)
         else:
             assert self.huggingface is not None
             load_weights(model, self.huggingface)
         return model.eval()
+
+    @staticmethod
+    def _read_into(places: dict[str, torch.Tensor], checkpoint: Checkpoint) -> None:
+        """Fills a model's tensors with those of a checkpoint, one at a time; there must be no others."""
+        from shardwise.checkpoint.listing import MANIFEST, damaged
+
+        with checkpoint.open() as reader:
+            if unknown := reader.tensors("weights").keys() - places.keys():
+                raise damaged(checkpoint.path / MANIFEST, f"the model has no {min(unknown)}")
+            for name, place in places.items():
+                about = reader.about("weights", name)
+                if place.device.type == "cpu":
+                    reader.read_into(place.detach(), "weights", name, (0,) * len(about.shape))
+                else:
+                    place.detach().copy_(reader.read("weights", name))
+
+    @contextmanager
+    def streamed(self) -> Iterator[tuple[Decoder | None, Mapping[str, torch.Tensor] | None]]:
+        """Yields a model without memory and its tensors, each read when it is asked for; None and None where the
+        weights cannot be had without the model."""
+        from shardwise.checkpoint.store import Checkpoint
+        from shardwise.interop.transformers.spec import TransformersSpec
+
+        if self.checkpoint is None or self.adapter is not None or isinstance(self.spec, TransformersSpec):
+            yield None, None
+            return
+        import torch
+
+        from shardwise.checkpoint.reader import TensorsOnDisk
+
+        checkpoint = Checkpoint(self.checkpoint, 0)
+        checkpoint.verify(only="weights")
+        model = empty_model(ModelConfig(), self.spec, self.stored_dtype(), torch.device("meta"))
+        with checkpoint.open() as reader:
+            yield model, TensorsOnDisk(reader, "weights")
 
     def trained(self) -> dict[str, torch.Tensor]:
         """Returns the adapters and what was trained beside them, by our names."""

@@ -6,7 +6,7 @@ config), `names.py` (tensor names) and `weights.py` (data). Importing this modul
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,8 +73,10 @@ def save_model(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 2**30,
     extra_files: Iterable[Path] = (),
+    source: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes a directory that transformers loads, completely or not at all."""
+    """Writes a directory that transformers loads, completely or not at all. With a `source` the model may be without
+    memory: the tensors are taken from there, one at a time."""
     from shardwise.interop.huggingface import weights as hf_weights
 
-    hf_weights.save_model(model, Path(directory), dtype=dtype, max_shard_bytes=max_shard_bytes, extra_files=extra_files)
+    hf_weights.save_model(model, Path(directory), dtype, max_shard_bytes, extra_files, source)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -60,7 +60,7 @@ def model_tensors(model: Decoder) -> dict[str, Tensor]:
     return model.state_dict(keep_vars=True)
 
 
-def select(tensors: dict[str, Tensor], part: Part) -> Tensor:
+def select(tensors: Mapping[str, Tensor], part: Part) -> Tensor:
     whole = tensors[part.ours].detach()
     return whole if part.expert is None else whole[part.expert]
 
@@ -246,12 +246,13 @@ def shorten(names: list[str], limit: int = 6) -> str:
 def save_model(
     model: Decoder | TransformersModel,
     directory: Path,
-    *,
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * GIB,
-    extra_files: Iterable[Path] = (),
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    extra_files: Iterable[Path],
+    source: Mapping[str, Tensor] | None,
 ) -> None:
-    """Writes config.json, safetensors and the extra files (tokenizer), complete or not at all."""
+    """Writes config.json, safetensors and the extra files (tokenizer), complete or not at all. The elements are those
+    of `source`, if it is given."""
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(
@@ -260,19 +261,26 @@ def save_model(
             fix="choose another directory, or remove it",
         )
     with appearing_at_once(directory, replace=False) as scratch:  # an empty directory gives way to the rename
-        for source in extra_files:
-            shutil.copy2(source, scratch / Path(source).name)
+        for file in extra_files:
+            shutil.copy2(file, scratch / Path(file).name)
         if isinstance(model, TransformersModel):
             model.save(scratch, dtype, max_shard_bytes)
             return
         weight_dtype = dtype or next(model.parameters()).dtype
         config = config_from_spec(model.spec) | {"dtype": str(weight_dtype).removeprefix("torch.")}
         write_json(scratch / "config.json", config)
-        write_weights(model, scratch, dtype, max_shard_bytes)
+        write_weights(model, scratch, dtype, max_shard_bytes, source)
 
 
-def write_weights(model: Decoder, directory: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+def write_weights(
+    model: Decoder,
+    directory: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    source: Mapping[str, Tensor] | None,
+) -> None:
     ours = model_tensors(model)
+    held = ours if source is None else source
     shards = plan_shards(tensor_table(model.spec), ours, dtype, max_shard_bytes)
     total = sum(size for shard in shards for _, size in shard)
     free = shutil.disk_usage(directory).free
@@ -285,7 +293,7 @@ def write_weights(model: Decoder, directory: Path, dtype: torch.dtype | None, ma
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_tensors(directory / name, {t.name: gather(t, ours, dtype) for t, _ in shard}, {"format": "pt"})
+        write_tensors(directory / name, {t.name: gather(t, held, dtype) for t, _ in shard}, {"format": "pt"})
         weight_map |= {tensor.name: name for tensor, _ in shard}
     if len(shards) > 1:
         write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -309,7 +317,7 @@ def plan_shards(
     return shards
 
 
-def gather(tensor: TheirTensor, ours: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+def gather(tensor: TheirTensor, ours: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor:
     """Returns our parts as their tensor: a fresh, contiguous copy on the CPU."""
     parts = [select(ours, part) for part in tensor.parts]
     data = torch.cat(parts, tensor.cat_dim) if len(parts) > 1 else parts[0]
