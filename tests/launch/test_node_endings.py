@@ -26,11 +26,12 @@ from shardwise.launch.nodes.follower import Follower
 from shardwise.launch.nodes.head import MOST_KNOCKING, JobHead
 from shardwise.launch.nodes.hello import hello
 from shardwise.launch.nodes.job import NodeJob
-from shardwise.launch.nodes.leader import Leader
+from shardwise.launch.nodes.leader import Leader, note_excluded
 from shardwise.launch.nodes.member import Member
 from shardwise.launch.nodes.mirror import MOST_UNSENT, Outbox, send_written
 from shardwise.launch.nodes.secret import new_secret, shared_secret
 from shardwise.launch.place import NodePlace
+from shardwise.run.rundir import RunDir
 
 HERE = "127.0.0.1"
 SECRET = new_secret()
@@ -202,6 +203,17 @@ def test_a_second_job_by_hand_that_cannot_have_the_port_leaves_the_first_ones_se
             head.join(10)
         assert raised[0].code == Exit.STOPPED
         assert [one.name for one in tmp_path.glob(".secret*")] == [file.name], "a secret goes with its job"
+
+
+def test_nodes_that_the_checks_have_named_stand_in_the_run_until_all_are_well(tmp_path: Path):
+    """Under the names that the scheduler has for them."""
+    hellos = {index: hello(index, "asked", 0, f"c{index}") for index in range(3)}
+    report = preflight.Report(hellos, [preflight.Finding(2, "it is slow", "w", "f")])
+    run = RunDir(tmp_path)
+    note_excluded(run, report.excluded)
+    assert run.exclude.read_text() == "c2\n"
+    note_excluded(run, [])
+    assert not run.exclude.exists()
 
 
 def test_what_was_sent_last_arrives_where_the_other_side_is_slow_to_read():

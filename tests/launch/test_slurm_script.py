@@ -23,6 +23,7 @@ from shardwise.launch.planned_job import Wanted, launch_spec
 from shardwise.launch.schedulers.slurm_partition import fitted
 from shardwise.launch.schedulers.slurm_script import MOST_FAILURES, MOST_RESTARTS, SlurmOptions, script
 from shardwise.launch.spec import LaunchSpec
+from shardwise.run.rundir import RunDir
 
 VARIANTS = {
     "plain": SlurmOptions(),
@@ -123,7 +124,16 @@ STUBS = {
     "srun": 'stat -c %a "$SHARDWISE_SECRET_FILE" >"$NOTES/mode"; cp "$SHARDWISE_SECRET_FILE" "$NOTES/secret"\n'
     'echo "${SHARDWISE_HEAD-unset}" >"$NOTES/head"; printf "%s\\n" "$@" >"$NOTES/srun"\n'
     '[ -z "$SLOW" ] || while [ ! -e "$NOTES/told" ]; do sleep 0.05; done\nexit "$CODE"',
-    "scontrol": '[ "$1" = requeue ] && echo "$2" >"$NOTES/requeued" || echo "NodeName=n1 NodeAddr=$ADDRESS Arch=x"',
+    "scontrol": """case "$1 $2" in
+        "requeue "*) echo "$2" >"$NOTES/requeued" ;;
+        "update "*) echo "$3" >"$NOTES/out" ;;
+        "show hostnames") echo "$3" | tr , "\\n" ;;
+        *) [ "$3" = job ] && echo "A=1 ExcNodeList=$EXCLUDED B=2" || echo "NodeName=n1 NodeAddr=$ADDRESS Arch=x" ;;
+    esac""",
+    "sinfo": """case "$*" in
+        *--nodes=*) echo " a gpu:8" ;;
+        *) printf "n%d a gpu:8\\n" 1 2 3 4 5 5; echo "n6 b gpu:8" ;;
+    esac""",
     "scancel": 'echo "$@" >"$NOTES/told"',
 }
 
@@ -148,6 +158,8 @@ def batch(spec, workdir):
             "ADDRESS": "10.0.0.1",
             "SLURM_JOB_ID": "77",
             "SLURMD_NODENAME": "n1",
+            "SLURM_JOB_PARTITION": "gpu",
+            "EXCLUDED": "(null)",
         }
         return subprocess.Popen(["bash", "job.sh"], env=environ | variables, cwd=workdir, stderr=subprocess.PIPE)
 
@@ -193,6 +205,22 @@ def test_a_run_that_a_person_has_stopped_is_not_started_again(batch, spec):
     stop.touch()
     assert batch(code=75).wait() == 75
     assert not (batch.notes / "requeued").exists()
+
+
+@pytest.mark.parametrize(
+    "slow, before, out",
+    [("n2", "(null)", "n2"), ("n2", "n9", "n9,n2"), ("n2,n3", "(null)", None), ("", "(null)", None)],
+)
+def test_a_requeue_leaves_out_what_the_checks_have_named_where_enough_others_are_there(batch, spec, slow, before, out):
+    """The partition has five nodes of this kind, and the job takes four."""
+    if slow:
+        run = RunDir(spec.run_of(spec.parts[0]))
+        run.path.mkdir(parents=True)
+        run.exclude.write_text(f"{slow}\n")
+    assert batch(code=75, EXCLUDED=before).wait() == 75
+    assert (batch.notes / "requeued").exists()
+    assert (batch.notes / "out").exists() == (out is not None)
+    assert out is None or (batch.notes / "out").read_text() == f"ExcNodeList={out}\n"
 
 
 def wait_for(path: Path) -> None:

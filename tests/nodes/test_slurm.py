@@ -86,6 +86,26 @@ def test_a_node_that_crashes_leaves_the_job_to_the_other_which_has_it_started_ag
     check_same_losses(home, one_process)
 
 
+def test_a_requeue_leaves_out_the_node_that_the_checks_have_named(shared_slurm: Slurm):
+    """A job of one of the two nodes. Its process is killed from outside before it has loaded anything."""
+    home = shared_slurm.controller
+    plan_file(home.files / "tiny.toml", "1x2xcpu")
+    job = queue(shared_slurm, "tiny.toml")
+    shared_slurm.wait_until(lambda: f"{job}.0" in shared_slurm.tool("squeue", "-hs"), "the job has begun")
+    first = shared_slurm.job(job)["BatchHost"]
+    run_of(home).mkdir(parents=True, exist_ok=True)
+    (run_of(home) / "exclude").write_text(f"{first}\n")
+    shared_slurm.tool("scancel", "--signal=KILL", f"{job}.0")
+    shared_slurm.wait_until(
+        lambda: f"starts again without {first}, which is slow" in shared_slurm.said(), "the requeue"
+    )
+    shared_slurm.wait_until(lambda: shared_slurm.job(job)["JobState"] == "RUNNING", "the job runs again")
+    again = shared_slurm.job(job)
+    assert again["ExcNodeList"] == first and {first, again["BatchHost"]} == {"n1", "n2"}
+    shared_slurm.tool("scancel", job)
+    shared_slurm.wait_for(job)
+
+
 @pytest.mark.parametrize(
     "options, code",
     [

@@ -30,6 +30,7 @@ class NodePlace:
     attempt: int = 0  # how often the scheduler has started the job again
     ends_at: float | None = None  # when the scheduler ends the job, in seconds since 1970
     secret_file: str | None = None  # the file with the job's secret, which only its owner may read
+    name: str = ""  # of this node, as the scheduler calls it; empty: as it calls itself
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,12 @@ class RunDir:
         return self.path / "crash"
 
     @property
+    def exclude(self) -> Path:
+        """The names of nodes that the checks before the start of a job would leave out, with commas between. It does
+        not exist where all of them are well, or on one node."""
+        return self.path / "exclude"
+
+    @property
     def log(self) -> Path:
         return self.path / "log"
 

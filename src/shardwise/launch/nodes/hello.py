@@ -56,13 +56,14 @@ def config_digest(config: Config) -> str:
     return hashlib.sha256(repr(same).encode()).hexdigest()[:16]
 
 
-def hello(index: int, asked: str, attempt: int) -> dict[str, Any]:
-    """Returns what this node says of itself. `asked`: a digest of what its command asks for."""
+def hello(index: int, asked: str, attempt: int, name: str = "") -> dict[str, Any]:
+    """Returns what this node says of itself. `asked`: a digest of what its command asks for. `name`: what the scheduler
+    calls it, by which it can be left out."""
     machine = this_machine()
     gpus = [[gpu.name, gpu.memory_bytes, *gpu.capability, gpu.peers] for gpu in machine.gpus]
     return {
         "index": index,
-        "host": socket.gethostname(),
+        "host": name or socket.gethostname(),
         **versions(),
         "asked": asked,
         "attempt": attempt,

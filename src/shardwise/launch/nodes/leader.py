@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from shardwise.errors import Exit, UserError
+from shardwise.files import write_atomically
 from shardwise.launch.allocator import set_allocator
 from shardwise.launch.local import Share, from_step_option, loopback_store, next_attempt, ranks_ended
 from shardwise.launch.nodes.checks import Checks
@@ -71,6 +72,7 @@ class Leader:
         self._check_ranks(planned)
         with run.lock():
             write_run(run, planned)
+            note_excluded(run, report.excluded)
             check_private_names()
             code = self._train(run, planned)
         self.head.tell("exit", code=code)
@@ -168,7 +170,7 @@ class Leader:
                     raise self._missing()
                 self._frames()
                 time.sleep(0.05)
-        hellos = {0: hello(0, self.job.asked, place.attempt), **self.head.hellos}
+        hellos = {0: hello(0, self.job.asked, place.attempt, place.name), **self.head.hellos}
         check_nodes(hellos)
         return hellos
 
@@ -279,3 +281,12 @@ class Leader:
 
     def _failed_first(self) -> list[int]:
         return [index for index, words in self.ended.items() if words["failures"] and not words["was_ended"]]
+
+
+def note_excluded(run: RunDir, hosts: list[str]) -> None:
+    """Leaves in the run directory which nodes the checks have named, for a script that starts the job again
+    (slurm_script.py)."""
+    if hosts:
+        write_atomically(run.exclude, ",".join(hosts) + "\n")
+    else:
+        run.exclude.unlink(missing_ok=True)

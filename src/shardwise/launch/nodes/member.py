@@ -49,7 +49,7 @@ class Member:
         """`newer` returns the secret anew where the head leaves it in a file (agent.py)."""
         self.job, self.place = job, job.place
         self.interface = choose_interface(job.interface, job.place.heads)
-        said = hello(self.place.index, job.asked, self.place.attempt)
+        said = hello(self.place.index, job.asked, self.place.attempt, self.place.name)
         self.way = Follower(self.place.heads, self.place.port, secret, said, JOIN_S, newer)
         self.was_ended = False
         self.last: Frame | None = None  # the head's last word, if it came while ranks were running

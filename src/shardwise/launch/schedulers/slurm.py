@@ -72,6 +72,7 @@ def detect(environ: Mapping[str, str]) -> NodePlace | RankPlace | None:
         attempt=whole_number(environ, "SLURM_RESTART_COUNT", 0),
         ends_at=float(end) if end else None,
         secret_file=secret_of_job(environ),
+        name=names[index],
     )
 
 

@@ -114,7 +114,10 @@ def _body(spec: LaunchSpec, options: SlurmOptions) -> Iterator[str]:
         hardware=int(Exit.HARDWARE),
         most_restarts=MOST_RESTARTS,
         most_failures=MOST_FAILURES,
-    ).rstrip("\n")
+    )
+    if "nodelist" not in dict(options.passed_on):  # whoever has named nodes wants these
+        yield _LEAVE_OUT.format(nodes=spec.nodes)
+    yield 'exit "$code"'
 
 
 def _parts(spec: LaunchSpec) -> Iterator[str]:
@@ -181,9 +184,27 @@ if [ "$notice" != TERM ] && [ ! -e "$run_dir/$name/stop" ]; then
 fi
 echo "job $job: exit code $code after $restarts restarts${{again:+, starts again}}" >&2
 rm -f "$SHARDWISE_SECRET_FILE"
-[ -n "$again" ] && scontrol requeue "$job"
-exit "$code"
-"""
+if [ -n "$again" ]; then
+  trap '' TERM # SLURM ends this shell when the job is queued again
+  scontrol requeue "$job"
+fi"""
+
+_LEAVE_OUT = """
+# Nodes that the checks have named (the file `exclude` of the run) stay out of the next start, where the partition has
+# enough others of this node's kind.
+slow=$(cat "$run_dir/$name/exclude" 2>/dev/null)
+if [ -n "$again" ] && [ -n "$slow" ]; then
+  ask() {{ sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" "$@"; }}
+  kind=$(ask --nodes="$SLURMD_NODENAME" --format=' %f %G')
+  others=$(ask --states=idle,alloc,mix,comp --format='%N %f %G' | sort -u | grep -F -- "$kind" | cut -d ' ' -f 1 |
+    grep -cvxF -- "$(scontrol show hostnames "$slow")")
+  before=$(scontrol --oneliner show job "$job" | sed -n 's/.* ExcNodeList=\\([^ (]\\+\\).*/\\1,/p')
+  if [ "$others" -lt {nodes} ]; then
+    echo "job $job: $slow is slow, but without it there are $others nodes of {nodes}" >&2
+  elif scontrol update JobId="$job" ExcNodeList="$before$slow"; then
+    echo "job $job: starts again without $slow, which is slow" >&2
+  fi
+fi"""
 
 
 def _step(spec: LaunchSpec, options: SlurmOptions) -> Iterator[str]:
