@@ -159,9 +159,9 @@ def forget_an_unshard(patch: Patch) -> None:
 def forget_expert_counts(patch: Patch) -> None:
     together = engine.Engine.norm_and_sums
 
-    def apart(self: Any, sums: Any) -> Any:
+    def apart(self: Any, sums: Any, **how: Any) -> Any:
         own = [layer.tokens_per_expert.clone() for layer in self._routed.values()]
-        result = together(self, sums)
+        result = together(self, sums, **how)
         for layer, counts in zip(self._routed.values(), own, strict=True):
             layer.tokens_per_expert.copy_(counts)
         return result

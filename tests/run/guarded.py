@@ -30,8 +30,8 @@ from shardwise.run.step import run_step
 from shardwise.spec.presets import preset
 from shardwise.spec.schema import Config
 
-POISON = 250  # a token id whose loss is not a number
-NUM_ROWS, BATCH = 96, 8
+POISON, SPIKE = 250, 251  # token ids whose loss is not a number, or a hundred times what it should be
+NUM_ROWS, BATCH = 400, 8
 SHORT = [
     *(word for word in SMALL if not word.startswith("data.source")),
     "memory.precision=fp64",
@@ -45,17 +45,18 @@ SHORT = [
 
 
 def rows_with(batches: Sequence[int]) -> list[list[int]]:
-    """Rows of which one of each of these batches holds the poison."""
+    """Rows of which one of each of these batches holds the poison, or of a negative number what makes a spike."""
     rows = [[(7 * row + place * place) % 200 for place in range(33)] for row in range(NUM_ROWS)]
-    numbers = OwnRows([[row, row] for row in range(NUM_ROWS)], seq_len=32, vocab=256, padding=0, seed=0)
+    numbers = OwnRows([[row, row] for row in range(NUM_ROWS)], seq_len=32, vocab=NUM_ROWS, padding=0, seed=0)
     for batch in batches:
-        rows[int(numbers.batch(batch, range(BATCH), BATCH).tokens[3, 0])][10:14] = [POISON] * 4
+        token = POISON if batch > 0 else SPIKE
+        rows[int(numbers.batch(abs(batch), range(BATCH), BATCH).tokens[3, 0])][10:14] = [token] * 4
     return rows
 
 
 def poisoned_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
-    return loss * torch.where(targets == POISON, float("nan"), 1.0)
+    return loss * torch.where(targets == POISON, float("nan"), torch.where(targets == SPIKE, 100.0, 1.0))
 
 
 def own_parts(batches: Sequence[int], optimizer: Callable[..., Any] | None = None) -> OwnParts:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import losses_of
 from guarded import prepare_run, run_rank, skip_on_one_rank
@@ -16,6 +17,7 @@ from shardwise.errors import Exit, UserError
 from shardwise.run.non_finite import NonFinite
 from shardwise.run.passed_over import PassedOver, batches_in
 from shardwise.run.rundir import RunDir
+from shardwise.run.spikes import Spikes
 from shardwise.run.step import StepResult
 
 
@@ -52,6 +54,21 @@ def test_every_layout_goes_back_and_passes_over_the_batch(ranks: RankPool, undis
     assert run.last_event()["event"] == "finished"  # type: ignore[index]
 
 
+def test_a_loss_spike_is_gone_back_before_or_told_of(ranks: RankPool, workdir: Path) -> None:
+    """With the batches of its three steps and the one before it passed over, as they are by a run that never saw it."""
+    words, batches = ["train.steps=42", "checkpoint.keep=3"], (-36, -37, -38)
+    run, said = trained(ranks, "spike", 2, batches, *words, "run.on_spike=rollback", "parallel.layout=pp=2")
+    assert "back     from step 38 to the checkpoint of step 33: a loss spike, " in said
+    assert [line["batches"] for line in journal_of(run)] == [[35, 36, 37, 38]]
+    told, said = trained(ranks, "told", 1, batches, *words)
+    assert "spike    step 38: a loss spike, " in said and not told.passed_over.exists()
+    with_journal = prepare_run("never", 1, *words)
+    with_journal.passed_over.write_text(run.passed_over.read_text())
+    found = ranks.run(run_rank, 1, str(with_journal.path.resolve()), batches, timeout=120)
+    assert found[0][0] == Exit.DONE and "spike " not in found[0][1]
+    assert losses_of(run.path) == pytest.approx(losses_of(with_journal.path), abs=1e-9)
+
+
 def test_skipped_updates_and_three_in_a_row(ranks: RankPool, workdir: Path) -> None:
     """One is left out, and its step counts; the third in a row makes the run go back before the first of them."""
     run, said = trained(ranks, "skips", 2, (2, 5, 6, 7), "parallel.layout=dp=2", "run.on_nan=skip")
@@ -84,6 +101,38 @@ def test_a_step_that_is_never_finite_ends_the_run(ranks: RankPool, workdir: Path
     assert [code for code, _ in found] == [Exit.DIVERGED] * 2
     assert "it happened again after going back to step 3 3 times" in found[0][1]
     assert [line["batches"] for line in journal_of(run)] == [[4], [5], [6]]
+
+
+# Spikes --------------------------------------------------------------------------------------------------------------
+
+
+def spikes_in(losses: list[float], norms: list[float] | None = None) -> list[tuple[int, int, tuple[int, ...]]]:
+    guard, found = Spikes(), []
+    for step, loss in enumerate(losses, 1):
+        if trouble := guard.look(step, StepResult(loss, 0.0, 0.0, norms[step - 1] if norms else 1.0)):
+            guard.goes_on()
+            found.append((trouble.step, trouble.newest, trouble.steps))
+    return found
+
+
+def test_a_spike_is_three_high_steps_in_a_row() -> None:
+    calm = [3.0 + 0.02 * (step % 5) for step in range(40)]
+    assert spikes_in([*calm, 5.0, 5.0, *calm]) == []
+    assert spikes_in([*calm, 5.0, 5.0, 5.0, *calm]) == [(43, 39, (40, 41, 42, 43))]
+    assert spikes_in([*calm[:31], 5.0, 5.0, 5.0]) == []  # too early to say
+    norms = [1.0] * 40 + [30.0] * 3
+    assert spikes_in([*calm, *calm[:3]], norms) == [(43, 39, (40, 41, 42, 43))]
+    assert spikes_in([*calm, *[3.2] * 30]) == []  # less than a tenth
+    assert spikes_in([*calm, *[5.0] * 200]) == [(43, 39, (40, 41, 42, 43))]  # once: then it is usual
+
+
+def test_ten_thousand_steps_without_a_spike_have_none() -> None:
+    """Heavy tails (Student's t with three degrees of freedom), a loss that falls and wanders, norms that grow."""
+    draw = np.random.default_rng(0)
+    steps = np.arange(10_000)
+    losses = 2.0 + 6.0 * np.exp(-steps / 300) + 0.03 * draw.standard_t(3, 10_000) + 0.1 * np.sin(steps / 150)
+    norms = 0.3 + np.minimum(steps / 1000, 2.0) + 0.2 * np.abs(draw.standard_t(3, 10_000))
+    assert spikes_in(losses.tolist(), norms.tolist()) == []
 
 
 # What is passed over -------------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ class Engine:
         self._routed = {
             row: cast(MixtureOfExperts, blocks[index].feedforward) for row, index in enumerate(rows) if index in blocks
         }
+        self.squared_norm = torch.zeros(())  # of the last step's gradients as they are, over all ranks
         self.expert_counts = torch.zeros(0)  # of the last step, over all ranks: tokens by routed layer and expert
 
     @property
@@ -159,6 +160,7 @@ class Engine:
         squared, counts = squared_norm(self.shards).to(sums.device).view(1), self._expert_counts()
         both = torch.cat([squared, sums, counts.flatten()])
         pending = [dist.all_reduce(both, async_op=True)] if self.plan.world > 1 else []
+        self.squared_norm = both[0]  # once it is waited for
 
         def wait() -> Tensor:
             if pending:

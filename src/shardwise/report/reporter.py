@@ -26,7 +26,7 @@ from shardwise.run.bubble_filling import FilledBubbles
 from shardwise.run.clock import KINDS
 from shardwise.run.evaluate import perplexity
 from shardwise.run.events import Events
-from shardwise.run.going_back import WayBack
+from shardwise.run.going_back import Trouble, WayBack
 from shardwise.run.guards import StopRequests
 from shardwise.run.listener import Ending, FinishedStep, Listener
 from shardwise.run.loggers import whole_config
@@ -143,12 +143,18 @@ class Reporter(Listener):
             write_plan(self.session.run, self.session.plan, self.prediction, self.comparison)
             self._say(short_lines(self.comparison))
 
-    def repaired(self, repairs: Sequence[Repair]) -> None:
+    def found(self, repairs: Sequence[Repair], spikes: Sequence[Trouble]) -> None:
         for one in repairs:
             about = {"step": one.step, "rank": one.rank, "host": one.host, "tensors": [*one.tensors]}
             if self.metrics:
                 self.metrics.write({"event": "repaired", **about, "from_rank": one.source, "wall_time": time.time()})
             self.say(f"repaired step {one.step}: {one}")
+
+        for spike in spikes:
+            if self.metrics:
+                about = {"step": spike.step, "why": spike.why, "wall_time": time.time()}
+                self.metrics.write({"event": "spike", **about})
+            self.say(f"spike    step {spike.step}: {spike.why} (run.on_spike)")
 
     def went_back(self, way: WayBack) -> None:
         trouble, passed = way.trouble, [*way.batches]

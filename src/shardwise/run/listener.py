@@ -17,7 +17,7 @@ from shardwise.run.clock import Lap
 if TYPE_CHECKING:
     from shardwise.memory.points import Point
     from shardwise.run.bubble_filling import FilledBubbles
-    from shardwise.run.going_back import WayBack
+    from shardwise.run.going_back import Trouble, WayBack
     from shardwise.run.measured_steps import MeasuredSteps
     from shardwise.run.replica_check import Repair
     from shardwise.run.setup import Setup
@@ -70,8 +70,9 @@ class Listener:
         """Is called with a step's results: in order, once for each step, on a GPU after the next one has been
         queued."""
 
-    def repaired(self, repairs: Sequence[Repair]) -> None:
-        """Is called with what was repaired of this model's replicas, after every step: mostly nothing."""
+    def found(self, repairs: Sequence[Repair], spikes: Sequence[Trouble]) -> None:
+        """Is called after every step with what was repaired of this model's replicas, and with spikes that the run goes
+        on after: mostly nothing."""
 
     def went_back(self, way: WayBack) -> None:
         """Is called when the run has gone back to an earlier step, from which it goes on."""

@@ -34,7 +34,7 @@ def train(session: Session, stops: StopRequests, planner: Planner, listener: Lis
             listener.step_started(step)
             for finished in trainer.results_due(step):
                 listener.step(finished)
-            listener.repaired(trainer.take_repairs())
+            listener.found(*trainer.take_found())
             if trainer.way_back:
                 with heartbeat.during("going back"):
                     listener.went_back(trainer.go_back())

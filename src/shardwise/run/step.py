@@ -109,7 +109,8 @@ def start_step(
     skip = update(engine, optimizer, norm, lr=lr, clip=clip, clock=clock, skip=skip)
     with clock.span("optimizer", "losses"):
         sums, experts = finish(), engine.expert_counts
-        parts = [norm.view(1).double(), sums, *([experts.flatten()] if experts.numel() else [])]
+        agreed_norm = engine.squared_norm.sqrt() / scale  # a whole replica's own might be damaged on its rank alone
+        parts = [agreed_norm.view(1), sums, *([experts.flatten()] if experts.numel() else [])]
         values = to_host(torch.cat(parts))
     return StartedStep(num_targets, scale, skip, len(sums) - 3 - num_added, num_added, experts.shape, values)
 

@@ -1,20 +1,21 @@
 """Asks every guard about a step whose results are here, and says what follows: nothing, repairs, going back, the end.
 
 Guards find trouble in numbers that all ranks have alike, so the answer is the same on all of them. Read next:
-non_finite.py, replica_check.py, going_back.py.
+non_finite.py, spikes.py, replica_check.py, going_back.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint import store
 from shardwise.errors import Exit, UserError
 from shardwise.run.going_back import GoingBack, Trouble, WayBack
-from shardwise.run.non_finite import NonFinite
+from shardwise.run.non_finite import NonFinite, is_finite
 from shardwise.run.replica_check import Repair, ReplicaCheck
 from shardwise.run.setup import Setup
+from shardwise.run.spikes import Spikes
 from shardwise.run.step import StepResult
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Consequence:
     way_back: WayBack | None = None  # the run goes back
     has_diverged: bool = False  # the run ends
     repairs: tuple[Repair, ...] = ()  # that were made on replicas
+    spike: Trouble | None = None  # that is only reported
     saves_again: bool = False  # the newest checkpoint may have been damaged before the repair
 
 
@@ -41,6 +43,7 @@ class StepGuards:
         config = setup.session.config.run
         self.setup, self.config = setup, config
         self.non_finite = NonFinite(config.on_nan)
+        self.spikes = Spikes()
         self.replicas = ReplicaCheck(setup.engine, setup.optimizer, config.check_replicas, setup.done)
         self.going_back = GoingBack(setup.session, setup.engine.mesh)
 
@@ -58,11 +61,20 @@ class StepGuards:
         if not scales and (trouble := self.non_finite.look(step, result)):
             way = None if self.config.on_nan == "stop" else self._way_back(trouble)
             return Consequence(way_back=way, has_diverged=way is None)
-        return self._compare(step, result.added, saved) if result.added else FINE
+        found = self._compare(step, result.added, saved) if result.added else FINE
+        if self.config.on_spike == "ignore" or found.way_back or not is_finite(result):
+            return found
+        if spike := self.spikes.look(step, result):
+            if self.config.on_spike == "rollback" and (way := self._way_back(spike)):
+                return replace(found, way_back=way)
+            self.spikes.goes_on()
+            return replace(found, spike=spike)
+        return found
 
     def went_back(self, way: WayBack) -> None:
         """Is told that the run has gone back."""
         self.replicas.clean = way.to
+        self.spikes.went_back(way.to)
 
     def _compare(self, step: int, digests: list[float], saved: int) -> Consequence:
         """Collective where replicas differ. Returns what follows from the digests of a step."""

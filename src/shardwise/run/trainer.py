@@ -24,7 +24,7 @@ from shardwise.run.checkpoints import CheckpointClock, described
 from shardwise.run.clock import Lap
 from shardwise.run.evaluate import EVAL_ROWS, evaluate, score
 from shardwise.run.generate import sample_text
-from shardwise.run.going_back import WayBack
+from shardwise.run.going_back import Trouble, WayBack
 from shardwise.run.guards import StopRequests
 from shardwise.run.listener import Ending, FinishedStep
 from shardwise.run.measured_steps import CHECK_AFTER, FirstSteps, MeasuredSteps
@@ -62,6 +62,7 @@ class Trainer:
         self.guards = StepGuards(setup)
         self.way_back: WayBack | None = None  # what was agreed on, and not done yet
         self.repairs: list[Repair] = []  # of replicas, that nobody was told of yet
+        self.spikes: list[Trouble] = []  # likewise, of those that the run goes on after
         self.saves_again = False  # what was saved last may have been damaged
 
     # Steps --------------------------------------------------------------------------------------------------------
@@ -187,6 +188,7 @@ class Trainer:
         found = self.guards.look(pending.step, result, self.checkpoint.last_step)
         self.way_back = found.way_back
         self.repairs += found.repairs
+        self.spikes += [found.spike] if found.spike else []
         self.saves_again |= found.saves_again
         if found.has_diverged or self.overflow:
             self.follows = self.follows._replace(stop=Exit.DIVERGED)
@@ -216,10 +218,11 @@ class Trainer:
         self._agree_anew(way.to)
         return replace(way, batches=tuple(batches))
 
-    def take_repairs(self) -> list[Repair]:
-        """Returns the repairs since it was last asked."""
-        repairs, self.repairs = self.repairs, []
-        return repairs
+    def take_found(self) -> tuple[list[Repair], list[Trouble]]:
+        """Returns the repairs, and the spikes that the run goes on after, since it was last asked."""
+        found = self.repairs, self.spikes
+        self.repairs, self.spikes = [], []
+        return found
 
     # Between steps ------------------------------------------------------------------------------------------------
 

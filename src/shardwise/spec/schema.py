@@ -404,6 +404,12 @@ class RunConfig:
         "each update waits for the norm, on GPUs too; `stop` ends the run",
         choices=("stop", "skip", "rollback"),
     )
+    on_spike: str = setting(
+        "report",
+        "what three steps in a row do whose loss or gradient norm is far above the last 64: a line, or `rollback`: "
+        "back to the newest checkpoint before them, and their batches are passed over",
+        choices=("ignore", "report", "rollback"),
+    )
     check_replicas: int = setting(
         100,
         "steps between comparisons of what replicas hold, bit by bit; also after every checkpoint. A minority takes "
