@@ -29,9 +29,11 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -331,20 +333,43 @@ class Stored:
         return np.frombuffer(self.content, kinds[self.dtype]).astype(float) if self.dtype in kinds else None
 
 
+PART = re.compile(r"(\w+)-\d+-of-\d+\.safetensors")
+BOX = re.compile(r"(.*)\[([\d:,]+)\]")
+
+
 def tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of every safetensors file, by file and name."""
+    """Every tensor of every safetensors file, by file and name. What a checkpoint has in slices is put together under
+    the name of the one file that one rank would have written, as older commits did."""
     found = {}
+    boxes: dict[str, list[tuple[list[slice], Stored]]] = {}
     for file in sorted(folder.rglob("*.safetensors")):
-        if "foreign" in file.relative_to(folder).parts or file.name == "rng.safetensors":
+        if "foreign" in file.relative_to(folder).parts or file.name.startswith("rng"):
             continue
+        part = PART.fullmatch(file.name) if (file.parent / "manifest.json").is_file() else None
+        where = file.relative_to(folder).with_name(f"{part[1]}.safetensors") if part else file.relative_to(folder)
         content = file.read_bytes()
         start = 8 + int.from_bytes(content[:8], "little")
         for name, about in json.loads(content[8:start]).items():
             if name != "__metadata__":
                 begin, end = about["data_offsets"]
                 piece = content[start + begin : start + end]
-                found[f"{file.relative_to(folder)}: {name}"] = Stored(about["dtype"], tuple(about["shape"]), piece)
-    return found
+                stored = Stored(about["dtype"], tuple(about["shape"]), piece)
+                if part and (box := BOX.fullmatch(name)):
+                    ranges = [slice(*map(int, one.split(":"))) for one in box[2].split(",")]
+                    boxes.setdefault(f"{where}: {box[1]}", []).append((ranges, stored))
+                else:
+                    found[f"{where}: {name}"] = stored
+    return found | {name: put_together(parts) for name, parts in boxes.items()}
+
+
+def put_together(parts: list[tuple[list[slice], Stored]]) -> Stored:
+    """The tensor that slices make up."""
+    shape = tuple(max(of_dim) for of_dim in zip(*([one.stop for one in ranges] for ranges, _ in parts), strict=True))
+    size = len(parts[0][1].content) // max(1, math.prod(parts[0][1].shape))
+    whole = np.zeros((*shape, size), dtype=np.uint8)
+    for ranges, stored in parts:
+        whole[tuple(ranges)] = np.frombuffer(stored.content, np.uint8).reshape(*stored.shape, size)
+    return Stored(parts[0][1].dtype, shape, whole.tobytes())
 
 
 def chosen(folder: Path) -> dict[str, Any]:
