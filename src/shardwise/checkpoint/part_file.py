@@ -8,6 +8,7 @@ Invariant: besides its tensors' source, writing needs BUFFERS chunks of memory, 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -28,7 +29,7 @@ from shardwise.checkpoint.share_out import HeldSlice
 BUFFERS = 4
 THREADS = 3
 PAGE = 4096  # bytes; what is written past the cache begins and ends at a multiple
-DIRECT_FROM = 4 * CHUNK  # bytes of a file from which it is written past the cache
+DIRECT_FROM = 2**20  # bytes of a file from which it is written past the cache
 
 TORCH = {"F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
          "BF16": torch.bfloat16, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -161,7 +162,7 @@ class _ChunkWriter:
             try:
                 written = os.pwrite(self.handle, view[done:stop], offset + done)
             except OSError as error:
-                if error.errno != 22 or not self.is_direct:
+                if error.errno != errno.EINVAL or not self.is_direct:
                     raise OSError(error.errno, error.strerror, str(self.file)) from None
                 self._write_past_cache(False)  # this disk wants other multiples, or none
                 continue

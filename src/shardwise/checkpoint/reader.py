@@ -10,28 +10,31 @@ import itertools
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.listing import damaged
 from shardwise.checkpoint.manifest import MANIFEST, CheckpointManifest, Group, StoredSlice, StoredTensor
-from shardwise.checkpoint.part_file import TORCH
+from shardwise.checkpoint.part_file import THREADS, TORCH
 
 BLOCK = 16 * 2**20  # bytes read at once where rows are cut
 SHORT_RUN = 64 * 2**10  # bytes below which it is cheaper to read what lies between two runs too
 
 
 class SliceReader:
-    """An open checkpoint."""
+    """An open checkpoint. Several threads may read at once."""
 
     def __init__(self, path: Path, manifest: CheckpointManifest):
         self.path, self.manifest = path, manifest
         self.num_bytes = 0  # read so far
         self._handles: dict[str, int] = {}
+        self._lock = Lock()
 
     def close(self) -> None:
         for handle in self._handles.values():
@@ -55,6 +58,12 @@ class SliceReader:
         target = torch.empty(about.shape, dtype=TORCH[about.dtype])
         self.read_into(target, group, name, (0,) * len(about.shape))
         return target
+
+    def read_boxes(self, boxes: Iterable[tuple[Tensor, str, str, Sequence[int]]]) -> None:
+        """Fills many tensors, by several threads: what `read_into` is told of each."""
+        with ThreadPoolExecutor(THREADS) as threads:
+            for _ in threads.map(lambda box: self.read_into(*box), boxes):
+                pass
 
     @torch.no_grad()
     def read_into(self, target: Tensor, group: str, name: str, offsets: Sequence[int]) -> None:
@@ -120,14 +129,16 @@ class SliceReader:
             if not count:
                 raise damaged(self.path / file, f"it ends at byte {at + done}, inside a tensor")
             done += count
-        self.num_bytes += done
+        with self._lock:
+            self.num_bytes += done
         if not is_straight:
             target.copy_(landing)
 
     def _open(self, file: str) -> int:
-        if file not in self._handles:
-            self._handles[file] = open_part(self.path / file, self.manifest.files[file].bytes)
-        return self._handles[file]
+        with self._lock:
+            if file not in self._handles:
+                self._handles[file] = open_part(self.path / file, self.manifest.files[file].bytes)
+            return self._handles[file]
 
 
 def open_part(file: Path, size: int) -> int:

@@ -94,6 +94,11 @@ class Shard:
             self.elsewhere.write(part)
         else:
             self.local.copy_(part)
+        self.update_low_precision()
+
+    @torch.no_grad()
+    def update_low_precision(self) -> None:
+        """Makes the low-precision weight, if there is one, that of `local`."""
         if self.low_precision is not None:
             self.low_precision.copy_(self.local)
 

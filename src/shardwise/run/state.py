@@ -13,11 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.part_file import NAMED
+from shardwise.checkpoint.part_file import NAMED, TORCH
 from shardwise.checkpoint.reader import SliceReader
 from shardwise.checkpoint.share_out import HeldSlice
 from shardwise.checkpoint.store import Checkpoint
 from shardwise.optim.offload.cpu import StreamingOptimizer
+from shardwise.optim.offload.optimizer import OffloadedOptimizer
 from shardwise.parallel.collect import one_state, put_own_states, state_shapes
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.shards import Shard
@@ -64,49 +65,54 @@ def restore_state(engine: Engine, optimizer: torch.optim.Optimizer, checkpoint: 
     """Puts a checkpoint's tensors into the engine and the optimizer, and returns how many bytes this rank has read:
     only what it holds."""
     with checkpoint.open() as reader:
-        for shard in (shard for shard in engine.shards if shard.local.requires_grad):
-            _restore_weight(shard, reader)
+        _restore_weights([shard for shard in engine.shards if shard.local.requires_grad], reader)
         for name, buffer in engine.buffers().items():
             buffer.copy_(reader.read("weights", name))
         if isinstance(optimizer, StreamingOptimizer):
             optimizer.reload_masters()
-        put_own_states(engine, optimizer, _own_states(engine, reader))
+        if isinstance(optimizer, OffloadedOptimizer):  # one after the other: all of them may not fit into memory
+            put_own_states(engine, optimizer, _read_in_turn(engine, reader))
+        else:
+            places = list(_own_states(engine, reader))
+            reader.read_boxes((part, "optimizer", key, offsets) for key, part, offsets in places)
+            put_own_states(engine, optimizer, ((key, part) for key, part, _ in places))
         for kind, generator in _generators(engine).items():
             if kind in reader.tensors("rng"):
                 _restore_generator(generator, reader, kind, engine.mesh.rank)
         return reader.num_bytes
 
 
-def _restore_weight(shard: Shard, reader: SliceReader) -> None:
-    local = shard.local.detach()
-    if shard.elsewhere.write is None and local.device.type == "cpu":
-        reader.read_into(local, "weights", shard.name, shard.offsets)
-        shard.put_own(local)  # where there is a low-precision weight it follows
-        return
-    part = torch.empty(local.shape, dtype=local.dtype)
-    reader.read_into(part, "weights", shard.name, shard.offsets)
-    shard.put_own(part)
+def _restore_weights(shards: list[Shard], reader: SliceReader) -> None:
+    """Reads weights straight to where they are, if that is CPU memory, else one after the other."""
+    near = [shard for shard in shards if shard.elsewhere.write is None and shard.local.device.type == "cpu"]
+    reader.read_boxes((shard.local.detach(), "weights", shard.name, shard.offsets) for shard in near)
+    for shard in near:
+        shard.update_low_precision()
+    away = {id(shard) for shard in shards} - {id(shard) for shard in near}
+    for shard in (shard for shard in shards if id(shard) in away):
+        part = torch.empty(shard.local.shape, dtype=shard.local.dtype)
+        reader.read_into(part, "weights", shard.name, shard.offsets)
+        shard.put_own(part)
 
 
-def _own_states(engine: Engine, reader: SliceReader) -> Iterator[tuple[str, Tensor]]:
-    """Yields this rank's parts of the optimizer's states, by "exp_avg/NAME"."""
-    stored = reader.tensors("optimizer")
+def _own_states(engine: Engine, reader: SliceReader) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+    """Yields names as "exp_avg/NAME", room for this rank's part, and where that begins in the whole state."""
+    stored, weights = reader.tensors("optimizer"), reader.tensors("weights")
     by_name: dict[str, list[str]] = {}
     for key in stored:
         by_name.setdefault(key.split("/", 1)[-1], []).append(key)
-    weights = reader.tensors("weights")
     for shard in (shard for shard in engine.shards if shard.local.requires_grad):
         for key in by_name.get(shard.name, ()):
-            if stored[key].shape and stored[key].shape == weights[shard.name].shape:
-                part = torch.empty(shard.local.shape, dtype=_dtype(stored[key].dtype))
-                reader.read_into(part, "optimizer", key, shard.offsets)
-                yield key, part
-            else:
-                yield key, reader.read("optimizer", key)
+            about = stored[key]
+            is_cut = bool(about.shape) and about.shape == weights[shard.name].shape
+            shape, offsets = (shard.local.shape, shard.offsets) if is_cut else (about.shape, (0,) * len(about.shape))
+            yield key, torch.empty(shape, dtype=TORCH[about.dtype]), offsets
 
 
-def _dtype(name: str) -> torch.dtype:
-    return next(dtype for dtype, known in NAMED.items() if known == name)
+def _read_in_turn(engine: Engine, reader: SliceReader) -> Iterator[tuple[str, Tensor]]:
+    for key, part, offsets in _own_states(engine, reader):
+        reader.read_into(part, "optimizer", key, offsets)
+        yield key, part
 
 
 def _restore_generator(generator: torch.Generator, reader: SliceReader, kind: str, rank: int) -> None:
