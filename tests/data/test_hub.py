@@ -100,11 +100,12 @@ import json, sys
 from itertools import islice
 
 from shardwise.data.hub import open_hub
+from shardwise.data.sources import Reading
 from shardwise.errors import UserError
 
 for name in sys.argv[1:]:
     try:
-        rows = open_hub(name, "text")
+        rows = open_hub(name, Reading())
         found = list(rows.read(None))
         place = json.loads(json.dumps(found[len(found) // 2][1]))
         behind = list(islice(rows.read(place), 1))

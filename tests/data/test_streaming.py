@@ -280,7 +280,7 @@ def test_rows_of_the_datasets_library_stream_like_those_of_a_file(open_rows, lin
     def make_rows():
         return datasets.load_dataset("json", data_files=str(path), split="train", streaming=True, cache_dir=cache)
 
-    hub = HubDataset(make_rows, "owner/rows", "", "text")
+    hub = HubDataset(make_rows, "owner/rows", "", Reading())
     cutting = stream(open_rows, path).train._cutting
     sources = [StreamedSource(SequenceReader(one, cutting), Position(), buffer=5, key=1) for one in (local, hub)]
     for count in range(1, 150):

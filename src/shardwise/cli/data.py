@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="refuse",
         help="what to do with text that is not valid UTF-8",
     )
+    prepare.add_argument(
+        "--bad-rows",
+        choices=("refuse", "quarantine"),
+        default="refuse",
+        help="what to do with rows that cannot be used; quarantine: leave them out and list them in quarantine.jsonl",
+    )
     prepare.add_argument("--workers", type=int, metavar="N", help="cores to use (default: all)")
     prepare.add_argument("--force", action="store_true", help="replace a prepared directory")
     prepare.add_argument("--json", action="store_true", help="machine-readable report")
@@ -83,6 +89,7 @@ def _prepare(args: argparse.Namespace) -> int:
         validation_fraction=data.validation_fraction,
         text_field=data.text_field,
         replace_invalid=args.invalid_utf8 == "replace",
+        bad_rows=args.bad_rows,
         workers=args.workers,
         force=args.force,
         progress=not args.json,

@@ -13,12 +13,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shardwise.data.chat import ChatTemplate, open_template
 from shardwise.data.converted import find_files
 from shardwise.data.prepare import prepare
+from shardwise.data.quarantine import FILE
 from shardwise.data.sequences import Layout, Sequences
 from shardwise.data.shards import SCHEMA, TokenStore, is_prepared
 from shardwise.data.sources import MAX_TEXT_BYTES, ROW_SUFFIXES, Source, find_source
@@ -155,6 +157,8 @@ def open_corpus(
     for name in names:
         store = prepared.get(name) or _cached(find_source(name), data, tokenizer, template, cache_dir, progress, notes)
         _check_fits(store, name, tokenizer, vocab)
+        if count := store.index.get("quarantined"):
+            notes.append(f"{counted(count, 'row')} left out that cannot be used, listed in {store.directory / FILE}")
         stores.append(store)
     has_chat = any(store.is_chat for store in stores)
     packing, document_mask = choose_packing(data, has_chat, can_mask, notes)
@@ -280,6 +284,7 @@ def _cached(
             validation_fraction=data.validation_fraction,
             seed=SPLIT_SEED,
             text_field=data.text_field,
+            bad_rows=data.bad_rows,
             force=damaged,
             progress=progress,
         )
@@ -292,7 +297,7 @@ def _cached(
 
 def _cache_key(source: Source, data: DataConfig, tokenizer: Tokenizer, template: ChatTemplate) -> str:
     has_rows = any(path.name.endswith(ROW_SUFFIXES) for path in source.files)
-    parts = {
+    parts: dict[str, Any] = {
         "schema": SCHEMA,
         "name": source.title,
         "listing": source.listing_digest,
@@ -301,6 +306,8 @@ def _cache_key(source: Source, data: DataConfig, tokenizer: Tokenizer, template:
         "piece": MAX_TEXT_BYTES,
         "rows": [data.text_field, template.digest] if has_rows else None,
     }
+    if has_rows and data.bad_rows != "refuse":
+        parts["bad_rows"] = data.bad_rows
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
     readable = "".join(
         letter if letter.isalnum() else "-" for letter in ("python" if source.is_python else source.title)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwise.data.rows import Document, document_of_row
+from shardwise.data.rows import Document
 from shardwise.errors import Exit, UserError
 from shardwise.spec.addresses import without_secrets
+
+if TYPE_CHECKING:
+    from shardwise.data.sources import Reading
 
 NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}")
 ROWS_PER_STATE = 256  # the library's state is taken once for so many rows
@@ -28,10 +31,10 @@ def is_hub_name(name: str) -> bool:
 class HubDataset:
     """A dataset of the hub that can be read from any place."""
 
-    def __init__(self, make_rows: Callable[[], Any], title: str, fingerprint: str, text_field: str):
+    def __init__(self, make_rows: Callable[[], Any], title: str, fingerprint: str, reading: Reading):
         """`make_rows` returns an `IterableDataset` that nobody has read from yet."""
         self.title, self.fingerprint, self.num_bytes = title, fingerprint, 0
-        self._text_field, self._make_rows = text_field, make_rows
+        self._reading, self._make_rows = reading, make_rows
 
     def read(self, place: Any) -> Iterator[tuple[Document, Any]]:
         """Yields the documents behind a place (None: the beginning), each with the place behind it."""
@@ -53,13 +56,13 @@ class HubDataset:
             if since <= passed:
                 continue
             number += 1
-            document = document_of_row(row, text_field=self._text_field, origin=f"{self.title}:{number}", num_bytes=0)
+            document = self._reading.document_of(row, f"{self.title}:{number}", 0)
             if since >= ROWS_PER_STATE:
                 state, since, passed = rows.state_dict(), 0, 0
             yield document, [state, since, number]
 
 
-def open_hub(name: str, text_field: str) -> HubDataset:
+def open_hub(name: str, reading: Reading) -> HubDataset:
     """Returns the rows of a dataset of the hub; `train` is its split unless the name says another."""
     repository, config, split = [*name.split(":"), "", ""][:3]
     try:
@@ -81,7 +84,7 @@ def open_hub(name: str, text_field: str) -> HubDataset:
     def make_rows() -> Any:
         return builder.as_streaming_dataset(split=split or "train")
 
-    return HubDataset(make_rows, name, f"{name} {builder.hash} {builder.config.name}", text_field)
+    return HubDataset(make_rows, name, f"{name} {builder.hash} {builder.config.name}", reading)
 
 
 def _be_quiet() -> None:

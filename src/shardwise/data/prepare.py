@@ -24,6 +24,7 @@ import numpy as np
 from shardwise.data.chat import BUILT_IN, ChatTemplate, encode_conversations, open_template
 from shardwise.data.order import mix64
 from shardwise.data.progress import ByteProgress
+from shardwise.data.quarantine import Quarantine
 from shardwise.data.rows import Document
 from shardwise.data.shards import FORMAT, SCHEMA, SPLITS, is_prepared
 from shardwise.data.sources import Reading, Source, find_source, read_documents
@@ -91,6 +92,7 @@ def prepare(
     seed: int = 0,
     text_field: str = "text",
     replace_invalid: bool = False,
+    bad_rows: str = "refuse",
     workers: int | None = None,
     force: bool = False,
     progress: bool | Callable[[int, int], None] = False,
@@ -101,7 +103,13 @@ def prepare(
     _check_out(out_dir, force)
     template = template or open_template(None, None, tokenizer)
     found = [find_source(source) if isinstance(source, str) else source for source in sources]
-    reading = Reading(text_field=text_field, raw_bytes=tokenizer.name == "bytes", replace_invalid=replace_invalid)
+    quarantine = Quarantine() if bad_rows == "quarantine" else None
+    reading = Reading(
+        text_field=text_field,
+        raw_bytes=tokenizer.name == "bytes",
+        replace_invalid=replace_invalid,
+        quarantine=quarantine,
+    )
     total = sum(source.num_bytes for source in found)
     totals = _Totals()
     bar = ByteProgress("tokenising", total)
@@ -126,6 +134,9 @@ def prepare(
                 writer.abandon()
         index = _index(found, tokenizer, template, totals, splits, validation_fraction, seed)
         index["notes"] = _notes(reading, totals, template)
+        if quarantine:
+            quarantine.write(scratch)
+            index["quarantined"] = len(quarantine.lines)
         if tokenizer.path is not None:
             (scratch / "tokenizer.json").write_bytes(tokenizer.content)
         write_index(scratch, index)
@@ -305,8 +316,9 @@ def _about(source: Source) -> dict[str, Any]:
 
 def _notes(reading: Reading, totals: _Totals, template: ChatTemplate) -> list[str]:
     notes = [f"{count:,} {what}" for what, count in reading.notes.items()]
-    if totals.num_empty:
-        notes.append(f"{totals.num_empty:,} empty documents, left out")
+    num_empty = totals.num_empty - (len(reading.quarantine.lines) if reading.quarantine else 0)
+    if num_empty:
+        notes.append(f"{num_empty:,} empty documents, left out")
     if totals.num_lost_answers:
         notes.append(
             f"{totals.num_lost_answers:,} answers without loss: the template does not render them in a stable place"

@@ -17,18 +17,19 @@ import os
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from shardwise.data import columns
-from shardwise.data.columns import Row, parquet_rows, too_large
+from shardwise.data.columns import parquet_rows, too_large
 from shardwise.data.hub import is_hub_name
+from shardwise.data.quarantine import Quarantine
 from shardwise.data.remote import RemoteFile, find_remote
 from shardwise.data.rows import Document, document_of_row
 from shardwise.data.tables import TABLE_SUFFIXES, cached_dataset, is_list_of_rows, read_table, training_split
@@ -108,6 +109,19 @@ class Reading:
     raw_bytes: bool = False  # the byte tokenizer takes files as they are, valid UTF-8 or not
     replace_invalid: bool = False  # consent to turn invalid UTF-8 into replacement marks
     notes: dict[str, int] = field(default_factory=dict)
+    quarantine: Quarantine | None = None  # takes rows that cannot be used; None: they are refused
+
+    def document_of(self, row: Any, origin: str, num_bytes: int) -> Document:
+        """Returns the document of a row."""
+        return self.document(lambda: row, origin, num_bytes)
+
+    def document(self, make: Callable[[], Any], origin: str, num_bytes: int) -> Document:
+        """Returns the document of a row that `make` parses."""
+
+        def parsed() -> Document:
+            return document_of_row(make(), text_field=self.text_field, origin=origin, num_bytes=num_bytes)
+
+        return self.quarantine.document(parsed, origin, num_bytes) if self.quarantine else parsed()
 
     def note(self, what: str, count: int = 1) -> None:
         self.notes[what] = self.notes.get(what, 0) + count
@@ -230,7 +244,7 @@ def _documents(file: Path | RemoteFile, reading: Reading, skip_invalid: bool, st
     if suffix == ".jsonl":
         return _json_lines(file, reading, start.documents, start.num_bytes)
     if suffix in TABLE_SUFFIXES:
-        found = read_table(file, reading.text_field, reading.replace_invalid)
+        found = _documents_of(read_table(file, reading.text_field, reading.replace_invalid), file, reading, 0)
     elif suffix in ROW_SUFFIXES:
         found = _json_lines(file, reading)
     elif skip_invalid:
@@ -240,9 +254,11 @@ def _documents(file: Path | RemoteFile, reading: Reading, skip_invalid: bool, st
     return islice(found, start.documents, None)
 
 
-def _documents_of(rows: Iterator[Row], file: Path | RemoteFile, reading: Reading, before: int) -> Iterator[Document]:
+def _documents_of(
+    rows: Iterator[tuple[Any, int]], file: Path | RemoteFile, reading: Reading, before: int
+) -> Iterator[Document]:
     for number, (row, num_bytes) in enumerate(rows, before + 1):
-        yield document_of_row(row, text_field=reading.text_field, origin=f"{file}:{number}", num_bytes=num_bytes)
+        yield reading.document_of(row, f"{file}:{number}", num_bytes)
 
 
 def _python_library() -> Source:
@@ -400,9 +416,7 @@ def _json_lines(path: Path | RemoteFile, reading: Reading, number: int = 0, posi
             if line.isspace():
                 continue
             origin = f"{path}:{number}"
-            yield document_of_row(
-                _parse(line, path, number, reading), text_field=reading.text_field, origin=origin, num_bytes=num_bytes
-            )
+            yield reading.document(partial(_parse, line, path, number, reading), origin, num_bytes)
 
 
 def _decompressed(file: IO[bytes], path: Path | RemoteFile) -> AbstractContextManager[Any]:
@@ -443,7 +457,7 @@ def _parse(line: bytes, path: Path | RemoteFile, number: int, reading: Reading) 
         raise UserError(
             "a line that is not JSON",
             why=f"{error}; it begins with {line[:40].decode('utf-8', errors='replace')!r}",
-            fix="each line of a .jsonl file is one JSON object; repair or delete the line",
+            fix="each line of a .jsonl file is one JSON object; repair or delete the line, or data.bad_rows=quarantine",
             where=f"{path}:{number}",
         ) from None
 

@@ -18,6 +18,7 @@ from shardwise.data.corpus import Corpus, check_mix, choose_packing, human_bytes
 from shardwise.data.hub import is_hub_name, open_hub
 from shardwise.data.order import combine
 from shardwise.data.prepare import is_blank
+from shardwise.data.quarantine import Quarantine
 from shardwise.data.sequences import IGNORE, Batch
 from shardwise.data.shards import is_prepared
 from shardwise.data.sources import SUFFIXES, Reading, find_source
@@ -147,7 +148,8 @@ def open_stream(
     check_mix(names, data.mix)
     tokenizer = open_tokenizer(data.tokenizer, model_dir, vocab)
     template = open_template(data.chat_template, model_dir, tokenizer)
-    reading = Reading(text_field=data.text_field, raw_bytes=tokenizer.name == "bytes")
+    quarantine = Quarantine() if data.bad_rows == "quarantine" else None
+    reading = Reading(text_field=data.text_field, raw_bytes=tokenizer.name == "bytes", quarantine=quarantine)
     sources = [_documents(name, reading) for name in names]
     is_chat = any([_begins_with_chat(documents) for documents in sources])
     notes: list[str] = []
@@ -182,7 +184,7 @@ def open_stream(
         "data.held_out": data.held_out,
         "train.seed": seed,
     }
-    train = TokenStream(make_sources, weights, cutting, seed=seed, settings=settings)
+    train = TokenStream(make_sources, weights, cutting, seed=seed, settings=settings, quarantine=quarantine)
     notes += _notes(heads, cutting, reading, is_chat)
     if progress:
         for note in notes:
@@ -199,7 +201,7 @@ def _documents(name: str, reading: Reading) -> Documents:
             fix="leave data.streaming out",
         )
     if is_hub_name(name) and not name.endswith(SUFFIXES) and not path.exists() and not cached_dataset(name):
-        return open_hub(name, reading.text_field)
+        return open_hub(name, reading)
     return FileDocuments(find_source(name), reading)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from shardwise.data.chat import ChatTemplate
 from shardwise.data.order import combine, mixture, permute, slots_of
 from shardwise.data.prepare import encode, is_blank
+from shardwise.data.quarantine import Quarantine
 from shardwise.data.rows import Document
 from shardwise.data.sequences import IGNORE, Batch, Layout
 from shardwise.data.shards import MemorySplit
@@ -258,11 +259,13 @@ class TokenStream:
         *,
         seed: int,
         settings: dict[str, Any],
+        quarantine: Quarantine | None = None,
     ):
         """`settings` say what the order depends on: a checkpoint of others is refused."""
         self._make_sources, self._weights, self._cutting = make_sources, weights, cutting
         self._seed, self._settings = seed, json.loads(json.dumps(settings))  # as a checkpoint gives them back
         self.say: Callable[[str], None] = lambda line: None
+        self.quarantine = quarantine  # of what its sources read
         self._sources: list[StreamedSource] = []
         self._next_step: int | None = None
         self._num_drawn = 0

@@ -17,7 +17,6 @@ from typing import Any
 
 from shardwise.data.columns import MAX_ROW, arrow_rows, too_large
 from shardwise.data.remote import RemoteFile
-from shardwise.data.rows import Document, document_of_row
 from shardwise.errors import UserError
 
 TABLE_SUFFIXES = (".json", ".csv", ".tsv", ".arrow")
@@ -25,8 +24,9 @@ BLOCK = 2**20  # characters of a .json file that are read at once
 BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
 
 
-def read_table(path: Path | RemoteFile, text_field: str, replace_invalid: bool) -> Iterator[Document]:
-    """Yields the rows of a file as documents; what is not a table of that kind is refused with its place."""
+def read_table(path: Path | RemoteFile, text_field: str, replace_invalid: bool) -> Iterator[tuple[Any, int]]:
+    """Yields the rows of a file, each with its share of the bytes; what is not a table of that kind is refused with
+    its place."""
     suffix, errors = path.suffix.lower(), "replace" if replace_invalid else "strict"
     rows = (
         arrow_rows(path, text_field)
@@ -37,8 +37,9 @@ def read_table(path: Path | RemoteFile, text_field: str, replace_invalid: bool) 
     )
     number = 0
     try:
-        for number, (row, num_bytes) in enumerate(rows, 1):
-            yield document_of_row(row, text_field=text_field, origin=f"{path}:{number}", num_bytes=num_bytes)
+        for row in rows:
+            number += 1
+            yield row
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not valid UTF-8",

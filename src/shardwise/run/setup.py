@@ -14,6 +14,7 @@ import torch
 
 from shardwise.data.loader import Loader
 from shardwise.data.own_rows import RowStream
+from shardwise.data.quarantine import FILE as QUARANTINED
 from shardwise.data.streaming import TokenStream
 from shardwise.optim.offload.optimizer import OffloadedOptimizer
 from shardwise.optim.schedule import learning_rate
@@ -64,6 +65,8 @@ class Setup:
             listener.say(f"data     passing over the rows of {self.done} steps: data has no state_dict to go on from")
         if isinstance(session.corpus.train, TokenStream):
             session.corpus.train.say = listener.say
+            if session.corpus.train.quarantine and session.ranks.is_first:
+                session.corpus.train.quarantine.list_in(session.run.path / QUARANTINED, listener.say)
         self.loader = opened.enter_context(self._open_loader(self.done))
         self.fills_bubbles = plan.fill_bubbles == "eval"
         validation, num_batches = session.corpus.validation, config.train.eval_batches

@@ -105,6 +105,12 @@ class DataConfig:
     )
     chat_template: str | None = setting(None, "a Jinja chat template file; default: the model directory's own")
     text_field: str = setting("text", "the field of rows that holds plain text")
+    bad_rows: str = setting(
+        "refuse",
+        "what a row does that cannot be used (no JSON, no text, no answer): `quarantine` leaves it out and lists it in "
+        "quarantine.jsonl, up to a tenth of all rows; all others keep their order",
+        choices=("refuse", "quarantine"),
+    )
     streaming: bool = setting(False, "tokenise rows while training, in their order, instead of all before the start")
     shuffle_buffer: int = setting(
         1000, "streaming: sequences of each source that are held and shuffled together; 0: their own order", low=0
