@@ -10,21 +10,21 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardwise import __version__
 from shardwise.errors import Exit, UserError
 from shardwise.launch.head_address import is_loopback
 from shardwise.terminal import say, say_error
 
 PLACED_S = 600.0  # how long nodes may take to become free
+SOON_S = 5.0  # after which a line says what is waited for
 ENDED_S = 600.0  # how long nodes may take to save after they were told to end
 
 
@@ -33,16 +33,6 @@ class Node:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-
-    def about(self) -> dict[str, Any]:
-        """Returns what must be the same on all nodes, and where this one is."""
-        import ray
-
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
-        python = ".".join(map(str, sys.version_info[:3]))
-        same = {"shardwise": __version__, "Python": python, "Ray": ray.__version__}
-        return {"same": same, "address": ray.util.get_node_ip_address(), "port": port, "host": socket.gethostname()}
 
     def work(self, command: list[str], variables: dict[str, str], secret: str, environment: list[str]) -> int:
         """Runs the node's process and returns its exit code. The environment has what is named, what Ray says about
@@ -63,6 +53,30 @@ class Node:
                 self.process.send_signal(signal.SIGTERM)
 
 
+def about_node() -> Callable[[], dict[str, Any]]:
+    """Returns the function by which a node says what must be the same on all, and where it is. It travels as it stands,
+    because it has no name in this module: a node without this package can say so."""
+
+    def about() -> dict[str, Any]:
+        import importlib
+        import socket
+        import sys
+
+        import ray
+
+        try:
+            importlib.import_module("shardwise.launch.schedulers.ray_driver")
+            ours = importlib.import_module("shardwise").__version__
+        except Exception as error:
+            ours = f"that cannot be loaded ({type(error).__name__}: {error})"
+        with socket.create_server(("", 0)) as free:
+            port = free.getsockname()[1]
+        same = {"shardwise": ours, "Python": ".".join(map(str, sys.version_info[:2])), "Ray": ray.__version__}
+        return {"same": same, "address": ray.util.get_node_ip_address(), "port": port, "host": socket.gethostname()}
+
+    return about
+
+
 def _is_of_ray(name: str) -> bool:
     return name.endswith("VISIBLE_DEVICES") or name == "RAY_JOB_ID"
 
@@ -73,10 +87,11 @@ def main(job: dict[str, Any]) -> int:
 
     ray.init(log_to_driver=True)
     signal.signal(signal.SIGTERM, _interrupted)  # `ray job stop`
+    lost = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError)
     for attempt in range(job["restarts"] + 1):
         try:
             code = _attempt(ray, job)
-        except ray.exceptions.RayActorError as error:
+        except lost as error:
             say_error(f"lost     a node: {next(iter(str(error).splitlines()), '')}")
             code = int(Exit.HARDWARE)
         except UserError as error:
@@ -103,26 +118,17 @@ def _attempt(ray: Any, job: dict[str, Any]) -> int:
     bundle = {"CPU": job["cpus"], **({"GPU": job["gpus"]} if job["gpus"] else {})}
     group = placement_group([bundle] * job["nodes"], strategy="STRICT_SPREAD")
     try:
-        try:
-            ray.get(group.ready(), timeout=PLACED_S)
-        except ray.exceptions.GetTimeoutError:
-            raise UserError(
-                f"{job['nodes']} nodes with {bundle} are not free",
-                why=f"Ray could not place them within {PLACED_S / 60:.0f} minutes; it has {ray.cluster_resources()}",
-                fix="start more nodes with `ray start`, or wait for other jobs",
-                code=Exit.HARDWARE,
-            ) from None
-        remote = ray.remote(max_restarts=0, max_concurrency=2)(Node)
-        nodes = [
-            remote.options(
-                num_cpus=job["cpus"],
-                num_gpus=job["gpus"],
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-            ).remote()
-            for number in range(job["nodes"])
-        ]
-        about = ray.get([node.about.remote() for node in nodes])
+        _wait_for_nodes(ray, group, job["nodes"], bundle)
+
+        def placed(remote: Any) -> list[Any]:
+            """Starts a task or an actor on each node."""
+            needs = {"num_cpus": job["cpus"], "num_gpus": job["gpus"]}
+            at = [PlacementGroupSchedulingStrategy(group, number) for number in range(job["nodes"])]
+            return [remote.options(**needs, scheduling_strategy=strategy).remote() for strategy in at]
+
+        about = ray.get(placed(ray.remote(max_retries=0)(about_node())))
         check_same(about)
+        nodes = placed(ray.remote(max_restarts=0, max_concurrency=2)(Node))
         head, port, secret = about[0]["address"], about[0]["port"], secrets.token_hex(16)
         if len(nodes) > 1 and is_loopback(head):
             raise UserError(
@@ -145,8 +151,37 @@ def _attempt(ray: Any, job: dict[str, Any]) -> int:
         remove_placement_group(group)
 
 
+def _wait_for_nodes(ray: Any, group: Any, count: int, bundle: dict[str, int]) -> None:
+    """Waits until Ray has placed the job, and says what it lacks where that takes time."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    for seconds in (SOON_S, PLACED_S):
+        try:
+            ray.get(group.ready(), timeout=seconds)
+            return
+        except ray.exceptions.GetTimeoutError:
+            alive = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+        if seconds == SOON_S:
+            say_error(f"waiting  for {count} free nodes with {bundle}; Ray has {len(alive)}: {', '.join(alive)}")
+            say_error(
+                f"         `ray start` refuses nodes of another Ray than {ray.__version__} or Python than {python}"
+            )
+    raise UserError(
+        f"{count} nodes with {bundle} are not free",
+        why=f"Ray could not place them within {PLACED_S / 60:.0f} minutes; it has {', '.join(alive)}",
+        fix=f"start more nodes with `ray start`, of Ray {ray.__version__} and Python {python}, or wait for other jobs",
+        code=Exit.HARDWARE,
+    )
+
+
 def check_same(about: list[dict[str, Any]]) -> None:
     """Refuses nodes of different versions, and names the first that is unlike node 0."""
+    for node in about:
+        if "cannot be loaded" in node["same"]["shardwise"]:
+            raise UserError(
+                f"{node['host']} has a shardwise {node['same']['shardwise']}",
+                why="an actor of the job on each node starts its process from there",
+                fix="install it there as on the other nodes, and start Ray from that environment",
+            )
     first = about[0]
     for other in about[1:]:
         for name, version in first["same"].items():
