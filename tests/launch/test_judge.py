@@ -23,8 +23,8 @@ from shardwise.run.guards import LOST_PEER
 from shardwise.run.heartbeat import CELLS, STACK_SIGNAL, Heartbeat, Heartbeats, Pulse, heartbeat_of
 
 STEP = ("all-reduce over dp", "all-reduce over world")
-BUSY = Pulse(True, 9, "training", 12, 12, 99, "forward", "compute", 5, (), STEP, 0.1)
-WAITS = dataclasses.replace(BUSY, doing=STEP[0], kind="comm_exposed", this_step=STEP[:1])
+BUSY = Pulse(True, 9, "training", 12, 12, 99, 3, "forward", "compute", 5, (), STEP, 0.1)
+WAITS = dataclasses.replace(BUSY, moves=5, doing=STEP[0], kind="comm_exposed", this_step=STEP[:1])
 LONG = QUICK_S + 1
 IN_TORCH = '  File "/x/torch/distributed/distributed_c10d.py", line 3 in all_reduce\n  File "/x/run/loop.py", line 1'
 
@@ -46,6 +46,10 @@ CASES = {
     "no beat": ([sign(0, WAITS), sign(1, BUSY, beatless_s=LONG)], (1, "interpreter held")),
     "it sleeps and the others wait": ([sign(0, WAITS), sign(1, BUSY), sign(2, WAITS)], (1, "stuck")),
     "it waits inside of torch": ([sign(0, another(BUSY), stack=IN_TORCH), sign(1, BUSY, 8.0)], (1, "stuck")),
+    "torch waits inside of backward": (
+        [sign(0, another(BUSY, moves=9, doing="backward"), 9.0), sign(1, BUSY)],
+        (1, "stuck"),
+    ),
     "its steps are long": ([sign(0, WAITS), sign(1, another(BUSY, longest_s=5.0), 20.0)], None),
     "ten of its longest steps": ([sign(0, WAITS), sign(1, another(BUSY, longest_s=5.0), 51.0)], (1, "stuck")),
     "the first steps compile": ([sign(0, another(WAITS, steps=2)), sign(1, EARLY, 60.0)], None),

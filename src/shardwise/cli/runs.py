@@ -20,7 +20,7 @@ HELP = "List the runs of a directory with their state, progress, losses and date
 REPORTS = True
 DEFAULT = "runs"
 
-STATES = {"failed": "red", "unfinished": "yellow", "stopped": "yellow", "running": "green"}
+STATES = {"failed": "red", "unfinished": "yellow", "stopped": "yellow", "running": "green", "paused": "yellow"}
 """Colours of rows by the state of their run; finished ones have none."""
 
 Row = dict[str, Any]

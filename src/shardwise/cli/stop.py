@@ -31,11 +31,17 @@ def run(args: argparse.Namespace) -> int:
         return Exit.DONE
     deadline = time.monotonic() + TIMEOUT_S
     while found.is_locked():
+        if found.state() == "paused":
+            raise UserError(
+                f"{found.path} is paused: {found.holder()} is stopped",
+                why="somebody stopped it (SIGSTOP or Ctrl-Z), and it hears of nothing until it is continued",
+                fix="kill -CONT and its number lets it go on, and stop as asked",
+            )
         if time.monotonic() > deadline:
             raise UserError(
                 f"{found.path} has not stopped after {TIMEOUT_S:.0f} s",
-                why="it looks at the request once per step",
-                fix="wait longer, or send its process a SIGTERM",
+                why="it is saving, evaluating, or its launcher is gone; a step alone is not waited for so long",
+                fix=f"wait longer, or kill -9 {found.holder()}: what is committed stays",
             )
         time.sleep(0.2)
     event = found.last_event() or {}

@@ -131,6 +131,9 @@ def _print_state(found: RunDir) -> None:
         say(line)
     if "dp" not in plan or not isinstance(plan["dp"], int):
         say(f"note     {found.plan} is missing or damaged: what it would show is left out")
+    restarts = [line for line in found.lines() if line.get("event") == "restarted"]
+    if restarts:
+        say(f"restarts {len(restarts)} so far; the last: {restarts[-1].get('why')}")
     if state in ("failed", "stopped", "unfinished"):
         why = event.get("why") or "it ended without a last word (killed, or the machine went down)"
         say(f"why      {why}")

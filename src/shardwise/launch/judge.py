@@ -91,11 +91,12 @@ def suspect(signs: Sequence[Sign], patience: Patience, *, is_whole: bool) -> Sus
         if sign.pulse.is_ready and sign.beatless_s >= (quick if in_step else slow):
             how = f"holds its interpreter in one call for {sign.beatless_s:.0f} s"
             return _suspicion(sign, "interpreter held", how, signs)
-    late = [sign for sign in signs if sign.pulse.is_ready and not sign.waits and sign.still_s >= limit(sign)]
-    if late:
-        sign = max(late, key=lambda one: one.still_s)
-        how = "sleeps" if sign.state in ("S", "D") else "does not get on"
-        return _suspicion(sign, "stuck", f"{how} for {sign.still_s:.0f} s", signs)
+    # Where torch itself waits, as DDP's buckets in backward, nothing says so: who waits has come further.
+    busy = [sign for sign in signs if sign.pulse.is_ready and not sign.waits]
+    last = min(busy, key=lambda one: (one.pulse.step, one.pulse.moves, -one.still_s), default=None)
+    if last is not None and last.still_s >= limit(last):
+        how = "sleeps" if last.state in ("S", "D") else "does not get on"
+        return _suspicion(last, "stuck", f"{how} for {last.still_s:.0f} s", signs)
     if is_whole and len(signs) > 1 and all(sign.waits and sign.still_s >= limit(sign) for sign in signs):
         return _all_wait(signs)
     return None
@@ -132,12 +133,17 @@ def _all_wait(signs: Sequence[Sign]) -> Suspicion:
             counts[sign.pulse.doing] = counts.get(sign.pulse.doing, 0) + 1
         odd = min(signs, key=lambda one: (counts[one.pulse.doing], -one.pulse.calls))
         return _suspicion(odd, "another collective", f"waits in {odd.pulse.doing}, the others do not", signs)
-    how = "and all others wait in the same collective: the network lost something"
+    how = "waits, like all others, for a collective that never ends,"
     return _suspicion(signs[0], "network", how, signs)
 
 
 def _suspicion(sign: Sign, fault: str, how: str, signs: Sequence[Sign]) -> Suspicion:
-    others = [other for other in signs if other.rank != sign.rank and other.waits]
+    ahead = (sign.pulse.step, sign.pulse.moves)
+    others = [
+        other
+        for other in signs
+        if other.rank != sign.rank and (other.waits or (other.pulse.step, other.pulse.moves) > ahead)
+    ]
     return Suspicion(sign.rank, fault, how, where(sign.pulse), waiting(others))
 
 

@@ -156,6 +156,8 @@ def cause_of(ended: RanksEnded) -> Cause | None:
     elif -first.code in CRASHES:
         fault, outside = "CRASH", False
         why = "compiled code crashed: a library, a driver, or memory that is broken"
+        if first.waits and first.code == -signal.SIGABRT:
+            fault, why = "MISMATCH", "the library of collectives gave up: ranks called different ones, or other sizes"
     others = [one.rank for one in ended.failures if one.rank != first.rank]
     waiting = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:8]))} only lost it" if others else ""
     how = f"was killed by {name}"
@@ -174,7 +176,7 @@ WHY = {
     "interpreter held": "a call into compiled code never came back; its stack is in crash/",
     "stuck": "its main thread is at one place; its stack is in crash/",
     "another collective": "ranks must call the same collectives in the same order; stacks are in crash/",
-    "network": "a message between ranks did not arrive; stacks are in crash/",
+    "network": "a message between ranks did not arrive, or one of them was of another collective; stacks are in crash/",
 }
 
 

@@ -112,7 +112,8 @@ class Supervisor:
             return
         self._looked_at_stacks = now
         stacks = self.watch.stacks()
-        signs = [replace(sign, stack=main_stack(stacks.get(sign.rank, ""))) for sign in signs]
+        # Once more: the signal may have woken one that slept in a call of the system.
+        signs = [replace(sign, stack=main_stack(stacks.get(sign.rank, ""))) for sign in self.watch.look()]
         if (found := suspect(signs, self.patience, is_whole=self.is_whole)) is None:
             return
         for rank, text in stacks.items():

@@ -94,7 +94,7 @@ def run_worker(
     try:
         session = _set_up(run, ranks, inputs or _read_inputs(run, own or OwnParts()), from_step, heartbeat)
         with (
-            run.join_lock() if ranks.is_first else nullcontext(),
+            run.join_lock(),
             StopRequests(run, session.config.train.time_limit, say, launcher) as stops,
         ):
             if verify:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from shardwise.errors import Exit
+from shardwise.run.hold import Place
 from shardwise.run.ranks import started_by_torchrun
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import is_live
@@ -69,6 +70,7 @@ class StopRequests:
         self.why = ""
         self._over = threading.Event()
         self._launcher = launcher
+        self._place = Place(run.path)
 
     def __enter__(self) -> StopRequests:
         self._answering = answering((*stop_signals(), INTERRUPT), self._on_signal)
@@ -96,7 +98,8 @@ class StopRequests:
 
     def check(self) -> Exit | None:
         """Returns what this rank asks for, None for nothing. The loop combines all ranks' answers, so that they stop at
-        the same step."""
+        the same step. Raises when the run directory is gone."""
+        self._place.check()
         if self.code is None and self.run.stop_request.exists():
             self.code, self.why = Exit.STOPPED, self.run.stop_request.read_text() or "`shardwise stop`"
         if self.code is None and self.deadline and time.monotonic() > self.deadline:

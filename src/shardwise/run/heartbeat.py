@@ -34,10 +34,11 @@ TRAINING, SAVING = PHASES.index("training"), PHASES.index("saving")
 KINDS = ("", "data_wait", "compute", "comm_exposed", "bubble", "optimizer", "other")
 """Kinds of spans (clock.py); no span is open at the first."""
 
-READY, BEAT, PHASE, STEP, MARKS, SPAN, KIND, CALLS, STEP_CALLS, LAST_CALLS, LONGEST, STEPS = range(12)
+READY, BEAT, PHASE, STEP, MARKS, SPAN, KIND, CALLS, STEP_CALLS, LAST_CALLS, LONGEST, STEPS, STEP_MARKS = range(13)
 """Places in a record. READY: whether it answers STACK_SIGNAL. MARKS: how often the main thread has come somewhere
 else. SPAN, KIND: what is open. CALLS: collectives begun; STEP_CALLS and LAST_CALLS: as they were when this step and the
-one before began. LONGEST: nanoseconds of the longest step but the first two. STEPS: begun by this process."""
+one before began. LONGEST: nanoseconds of the longest step but the first two. STEPS: begun by this process. STEP_MARKS:
+MARKS as it was when this step began."""
 
 FIRST_NAME, NUM_NAMES, NAME_BYTES = 16, 63, 48
 FIRST_CALL, NUM_CALLS = FIRST_NAME + NUM_NAMES * NAME_BYTES // 8, 1024
@@ -91,6 +92,7 @@ class Heartbeat:
         if cells[PHASE] != TRAINING:
             self.enter("training")
         cells[MARKS] += 1
+        cells[STEP_MARKS] = cells[MARKS]
 
     # What the clock calls -----------------------------------------------------------------------------------------
 
@@ -139,6 +141,7 @@ class Pulse:
     step: int = 0
     steps: int = 0  # begun by this process
     marks: int = 0
+    moves: int = 0  # marks of the step it is at: how far it has come
     doing: str = ""  # the span that is open
     kind: str = ""
     calls: int = 0  # collectives begun
@@ -192,6 +195,7 @@ class Heartbeats:
                 step=cells[STEP],
                 steps=cells[STEPS],
                 marks=cells[MARKS],
+                moves=cells[MARKS] - cells[STEP_MARKS],
                 doing=_name(part, cells[SPAN]),
                 kind=KINDS[cells[KIND] % len(KINDS)],
                 calls=calls,

@@ -4,7 +4,7 @@
 
 `metrics.jsonl` holds a line per step and lines with an "event" key (started, resumed, stopped, finished, failed). After
 a resume some steps appear twice; the later line counts. Whoever trains holds `lock` from before the first file is
-written; nobody else may write. No torch here: `runs`, `watch` and `compare` live on this file.
+written (hold.py); nobody else may write. No torch here: `runs`, `watch` and `compare` live on this file.
 """
 
 from __future__ import annotations
@@ -14,23 +14,18 @@ import json
 import math
 import os
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from shardwise.checkpoint.listing import at_step
 from shardwise.errors import UserError
 from shardwise.files import cannot_write, check_regular
 from shardwise.foreign_json import read_object
 from shardwise.run.clock import KINDS
+from shardwise.run.hold import Hold, holder_of, is_held, is_paused
 from shardwise.terminal import shell_word
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: there the lock file only informs
-    fcntl = None  # type: ignore[assignment]
 
 FREE_TO_CHANGE = ("parallel", "memory", "speed", "comm", "run", "checkpoint")
 """The sections of a config that do not change what its run computes; anything else needs `--allow KEY` on resume."""
@@ -43,8 +38,6 @@ NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", *FINITE)
 
 MIRROR_SIGN = ".mirror"
 """Marks a directory that mirrors another node's run (launch/nodes/mirror.py), and says of which."""
-
-LOCK_PATIENCE_S = 1.0  # somebody who only looks whether a run is locked holds the lock for an instant
 
 
 @dataclass(frozen=True)
@@ -186,10 +179,10 @@ class RunDir:
         return next((line for line in reversed(list(self.lines())) if "event" in line), None)
 
     def state(self) -> str:
-        """Returns `running`, `finished`, `stopped`, `failed`, or `unfinished` where no process holds the run and no
-        last event was written."""
+        """Returns `running`, `paused` where the process that trains is stopped, `finished`, `stopped`, `failed`, or
+        `unfinished` where no process holds the run and no last event was written."""
         if self.is_locked():
-            return "running"
+            return "paused" if is_paused(self.path) else "running"
         event = self.last_event()
         return event["event"] if event and event["event"] in ("finished", "stopped", "failed") else "unfinished"
 
@@ -204,55 +197,53 @@ class RunDir:
     # --- writing -------------------------------------------------------------------------------------------------
 
     def append(self, line: dict[str, Any]) -> None:
+        """Adds a line to metrics.jsonl; raises FileNotFoundError where the directory is gone."""
+        self.config.stat()
         with open(self.metrics, "a", encoding="utf-8") as file:
             file.write(to_json(line) + "\n")
 
     def is_locked(self) -> bool:
-        if fcntl is None or not (self.path / "lock").exists():
-            return False
-        with open(self.path / "lock") as file:
-            return not _flock(file, exclusive=True, patience_s=0.0)
+        return is_held(self.path)
 
-    def lock(self) -> IO[str]:
-        """Holds the run until the returned file is closed or the process ends, however it ends.
+    def lock(self) -> Hold:
+        """Holds the run until what is returned is closed or the process ends, however it ends.
 
-        The first rank holds it too (`join_lock`): a run whose launcher was killed is in use until its ranks have ended.
+        Its ranks hold it too (`join_lock`): a run whose launcher was killed is in use until its ranks have ended.
         """
         try:
             self.make_folders()
             if self.metrics.exists():
                 check_regular(self.metrics)  # a pipe would be waited for
-            file = open(self.path / "lock", "a+")  # noqa: SIM115  (held open on purpose)
+            hold = Hold(self.path)
         except OSError as error:
             raise cannot_write(self.path, error) from None
-        if not _flock(file, exclusive=True):
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            file.close()
+        if not hold.take(exclusive=True):
+            hold.close()
             named = shell_word(self.path)
             raise UserError(
                 f"run `{self.name}` is already in use",
-                why=f"{holder} is training in {self.path}",
+                why=f"{holder_of(self.path)} is training in {self.path}",
                 fix=f"`shardwise watch {named}` follows it, `shardwise stop {named}` ends it; "
                 "or choose another run.name",
             )
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()}")
-        file.flush()
-        _flock(file, exclusive=False)
-        return file
+        hold.sign()
+        hold.take(exclusive=False)
+        return hold
+
+    def holder(self) -> str:
+        """Returns who trains here, in words."""
+        return holder_of(self.path)
 
     def make_folders(self) -> None:
         """Makes the folders that are missing: tools that copy a run may leave empty ones out."""
         for folder in (self.events, self.checkpoints, self.crash, self.log):
             folder.mkdir(exist_ok=True)
 
-    def join_lock(self) -> IO[str]:
-        """Holds a run that this process's launcher holds already, until the returned file is closed."""
-        file = open(self.path / "lock", "a+")  # noqa: SIM115
-        _flock(file, exclusive=False)
-        return file
+    def join_lock(self) -> Hold:
+        """Holds a run that this process's launcher holds already, until what is returned is closed."""
+        hold = Hold(self.path)
+        hold.take(exclusive=False)
+        return hold
 
 
 def _is_ours(line: dict[str, Any]) -> bool:
@@ -284,22 +275,6 @@ def to_json(value: Any, indent: int | None = None) -> str:
         return None if isinstance(part, float) and not math.isfinite(part) else part
 
     return json.dumps(plain(value), indent=indent, allow_nan=False)
-
-
-def _flock(file: IO[str], *, exclusive: bool, patience_s: float = LOCK_PATIENCE_S) -> bool:
-    """Returns whether the lock was taken within `patience_s` seconds. Several processes may hold a shared lock at once;
-    an exclusive one is held by nobody else."""
-    if fcntl is None:
-        return True
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.02)
 
 
 def create_run_dir(parent: str | Path, name: str | None, model_name: str) -> RunDir:
