@@ -19,7 +19,7 @@ from shardwise.api.callbacks import StepInfo
 from shardwise.api.training import RunFailed
 from shardwise.config.load import load_config
 from shardwise.errors import UserError
-from shardwise.run.hold import Place
+from shardwise.run.hold import KnownDirectory
 from shardwise.run.rundir import RunDir, create_run_dir
 
 
@@ -56,7 +56,7 @@ def test_a_run_whose_process_is_stopped_is_paused_and_says_who_holds_it(tmp_path
 def test_a_directory_that_is_removed_or_replaced_is_noticed(tmp_path: Path):
     folder = tmp_path / "one"
     folder.mkdir()
-    place = Place(folder)
+    place = KnownDirectory(folder)
     place.check()
     os.rename(folder, tmp_path / "two")
     with pytest.raises(UserError, match="is gone"):

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from shardwise.errors import Exit
-from shardwise.run.hold import Place
+from shardwise.run.hold import KnownDirectory
 from shardwise.run.ranks import started_by_torchrun
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import is_live
@@ -70,7 +70,7 @@ class StopRequests:
         self.why = ""
         self._over = threading.Event()
         self._launcher = launcher
-        self._place = Place(run.path)
+        self._directory = KnownDirectory(run.path)
 
     def __enter__(self) -> StopRequests:
         self._answering = answering((*stop_signals(), INTERRUPT), self._on_signal)
@@ -99,7 +99,7 @@ class StopRequests:
     def check(self) -> Exit | None:
         """Returns what this rank asks for, None for nothing. The loop combines all ranks' answers, so that they stop at
         the same step. Raises when the run directory is gone."""
-        self._place.check()
+        self._directory.check()
         if self.code is None and self.run.stop_request.exists():
             self.code, self.why = Exit.STOPPED, self.run.stop_request.read_text() or "`shardwise stop`"
         if self.code is None and self.deadline and time.monotonic() > self.deadline:

@@ -98,7 +98,7 @@ def _state_of(holder: str) -> str:
         return "" if Path("/proc/self").exists() else "?"
 
 
-class Place:
+class KnownDirectory:
     """Remembers which directory a path stands for, to see when it no longer does."""
 
     def __init__(self, path: Path):
