@@ -16,7 +16,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 from shardwise.spec.schedules import schedule_actions, stage_owners
 from shardwise.spec.split import even_split, tensor_slice
-from shardwise.spec.timeline import peak_in_flight
+from shardwise.spec.timeline import fullest_moments, peak_in_flight
 
 SMALL = {"num_layers": 4, "vocab": 1000}
 MODELS = [
@@ -106,6 +106,8 @@ def test_stages_in_flight_are_what_the_schedule_holds(schedule, stages, pp, micr
     predicted = [share.in_flight(here) for share in rank_shares(spec, here)]
     assert max(predicted) == max(counted)
     assert all(mine >= theirs for mine, theirs in zip(predicted, counted, strict=True))
+    moments = [fullest_moments(schedule, pp, stages, microbatches, rank) for rank in range(pp)]
+    assert [max(map(sum, mine)) for mine in moments] == list(counted)
 
 
 @pytest.mark.parametrize("schedule, stages", [("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 3), ("zbv", 2)])

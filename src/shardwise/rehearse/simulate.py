@@ -101,19 +101,18 @@ class Simulation:
         self.groups: dict[tuple[int, Channel], list[_Node]] = {}
 
     def run(self) -> Result:
-        """Lets every colour go as far as it can, until nothing moves."""
-        awake, sleeping = deque(self.nodes), dict[int, _Node]()
+        """Lets every colour go as far as it can, until nothing moves. Who cannot go on waits at one that has not begun
+        what it needs, and is looked at again when that one has moved."""
+        awake = deque(self.nodes)
+        waiting_at: dict[int, list[_Node]] = {}
         while awake:
             node = awake.popleft()
-            sleeping.pop(node.colour, None)
             before = node.at
             self._advance(node)
             if node.event is not None:
-                sleeping[node.colour] = node
-            if node.at > before:  # it may have begun what others wait for
-                awake.extend(other for other in list(sleeping.values()) if other is not node and self._can_go(other))
-                for other in list(awake):
-                    sleeping.pop(other.colour, None)
+                waiting_at.setdefault(self._late(node).colour, []).append(node)
+            if node.at > before:
+                awake.extend(waiting_at.pop(node.colour, ()))
         waiting: dict[int, float] = {}
         for node in self.nodes:
             number = int(self.world.of_rank[node.rank])
@@ -145,9 +144,14 @@ class Simulation:
         node.order[number] = len(begun)
         begun.append(node.now)
 
-    def _can_go(self, node: _Node) -> bool:
-        event = node.event
-        return event is not None and (event.kind != "wait" or self._end(node, event.call) is not None)
+    def _late(self, node: _Node) -> _Node:
+        """Returns a colour that has not begun what a node waits for."""
+        assert node.event is not None
+        number = node.event.call
+        call, order = node.program.calls[number], node.order[number]
+        if call.is_p2p:
+            return self._peer(node, call)[0]
+        return next(n for n in self.group(node, call.channel) if len(n.collectives.get(call.channel, ())) <= order)
 
     def _end(self, node: _Node, number: int) -> float | None:
         """Returns when a call that this node has begun ends; None while somebody has not begun it."""

@@ -119,8 +119,7 @@ def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
     """Returns a function that returns these values. From a GPU they are copied behind what was queued so far, and only
     the call waits: for this copy, not for what is queued later."""
     if not values.is_cuda:
-        found = values.tolist()
-        return lambda: found
+        return values.tolist
     here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     here.copy_(values, non_blocking=True)
     arrived = torch.cuda.Event(blocking=True)

@@ -103,6 +103,19 @@ def schedule_actions(schedule: str, pp: int, virtual_stages: int, num_microbatch
     return tuple(map(tuple, lists))
 
 
+ENOUGH = 3
+"""Times pp: with more micro-batches, the same happens again and again."""
+
+
+def enough_actions(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> Actions:
+    """Returns the lists of actions of so many micro-batches that each rank holds as much as it ever does."""
+    kind = SCHEDULES[schedule]
+    is_longer = num_microbatches > ENOUGH * pp and not kind.holds_all
+    if is_longer and kind.repeats(pp, virtual_stages, num_microbatches):
+        num_microbatches = ENOUGH * pp + num_microbatches % pp
+    return schedule_actions(schedule, pp, virtual_stages, num_microbatches)
+
+
 def splits_backward(schedule: str) -> bool:
     """Returns whether a schedule uses I and W actions."""
     return SCHEDULES[schedule].splits_backward

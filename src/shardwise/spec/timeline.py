@@ -11,10 +11,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from operator import ge
 from typing import NamedTuple
 
 from shardwise.spec.actions import Action, in_order, needs, result
+from shardwise.spec.schedules import enough_actions
 
 SIGNS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "ABCDEFGHIJ", "E": "**********"}
 """The signs that `draw` writes for the last digit of a micro-batch: forward 3, backward (B or I) d, weights D, held-out
@@ -86,6 +88,22 @@ def peak_in_flight(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
             peak = max(peak, held)
         peaks.append(peak)
     return tuple(peaks)
+
+
+@lru_cache(8192)
+def fullest_moments(
+    schedule: str, pp: int, virtual_stages: int, num_microbatches: int, rank: int
+) -> tuple[tuple[int, ...], ...]:
+    """Returns how many activations of each of its stages, in model order, a rank holds at the moments when it may hold
+    most: none of the others has as many of every stage."""
+    actions = enough_actions(schedule, pp, virtual_stages, num_microbatches)[rank]
+    held = dict.fromkeys(sorted({action.stage for action in actions}), 0)
+    moments: set[tuple[int, ...]] = set()
+    for action, following in zip(actions, (*actions[1:], None), strict=True):
+        held[action.stage] += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
+        if following is None or following.kind != "F":
+            moments.add(tuple(held.values()))
+    return tuple(m for m in moments if not any(o != m and all(map(ge, o, m)) for o in moments))
 
 
 def draw(timeline: Timeline, width: int) -> str:

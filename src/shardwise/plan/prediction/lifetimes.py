@@ -197,6 +197,7 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
     stages = kept_by_stages(share, plan, stack)
     between = sum(stage.between for stage in stages)
     held = held_bytes(between, tokens, plan.precision, share.in_flight(plan), plan.virtual_stages)
+    held = max(held, tokens * size * share.kept_at_once(plan, [stage.between for stage in stages]))
     away = 0
     if plan.activation_offload:
         away = int(held * pinned_share(share, plan, size * tokens))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardwise.plan.prediction.lifetimes import ALLOCATOR_SHARE, APART, activations_of, beside_adapters, rank_memory
-from shardwise.plan.prediction.rank_share import RankShare, alike, rank_shares
+from shardwise.plan.prediction.rank_share import RankShare, alike, rank_shares, stages_of
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.states import groups_of, offloaded
 from shardwise.plan.resolve.speed import stack_of
@@ -41,9 +41,9 @@ def _may_be_fullest(
     shares, stack = rank_shares(spec, plan), stack or stack_of(plan)
     by_number = plan.recompute.startswith("every-")  # which layers are computed again depends on where they are
     kinds = range(plan.pp) if by_number else alike(shares)
-    fullest_of: dict[tuple[int, int], RankShare] = {}
+    fullest_of: dict[tuple[int, ...], RankShare] = {}
     for kind, share in zip(kinds, shares, strict=True):
-        key = (kind, share.weights_waiting(plan))
+        key = (kind, share.weights_waiting(plan), *map(len, stages_of(share, plan.split)))
         if fullest_of.setdefault(key, share).in_flight(plan) < share.in_flight(plan):
             fullest_of[key] = share
     for share in fullest_of.values():

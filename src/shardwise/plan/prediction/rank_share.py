@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from operator import mul
 
 from shardwise.spec.model import LayerSpec, ModelSpec
 from shardwise.spec.plan import Plan
-from shardwise.spec.schedules import SCHEDULES, owners_of, schedule_actions, splits_backward
+from shardwise.spec.schedules import SCHEDULES, enough_actions, owners_of, splits_backward
 from shardwise.spec.split import tensor_slice
-from shardwise.spec.timeline import peak_in_flight
+from shardwise.spec.timeline import fullest_moments, peak_in_flight
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,13 @@ class RankShare:
     def in_flight(self, plan: Plan) -> int:
         """Returns how many activations of a stage this rank holds at most."""
         return stages_in_flight(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches, self.rank)
+
+    def kept_at_once(self, plan: Plan, kept: Sequence[int]) -> int:
+        """Returns the most that this rank keeps at once, given what one activation of each of its stages keeps."""
+        if min(kept) == max(kept):
+            return kept[0] * self.in_flight(plan)
+        moments = fullest_moments(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches, self.rank)
+        return max(sum(map(mul, kept, moment)) for moment in moments)
 
     def weights_waiting(self, plan: Plan) -> int:
         """Returns how many of these this rank holds at most whose backward has run but for the weights' gradients.
@@ -137,9 +145,6 @@ def stages_in_flight(schedule: str, pp: int, virtual_stages: int, num_microbatch
     return min(num_microbatches * virtual_stages, formula(pp, virtual_stages, num_microbatches, rank))
 
 
-ENOUGH = 3
-"""Times pp: with more micro-batches, the same happens again and again."""
-
 WAITING = {"F": 0, "B": 0, "I": 1, "W": -1}
 
 
@@ -150,7 +155,5 @@ def most_held(
     """Returns two maxima for each rank from its list of actions: activations that it holds, and those of them whose
     backward has run but for the weights' gradients. With several stages per rank the groups that pass them are alike
     where pp divides the micro-batches; only then some stand for all (a test counts)."""
-    if SCHEDULES[schedule].repeats(pp, virtual_stages, num_microbatches) and num_microbatches > ENOUGH * pp:
-        num_microbatches = ENOUGH * pp + num_microbatches % pp
-    lists = schedule_actions(schedule, pp, virtual_stages, num_microbatches)
+    lists = enough_actions(schedule, pp, virtual_stages, num_microbatches)
     return peak_in_flight(lists), tuple(max(accumulate(WAITING[action.kind] for action in mine)) for mine in lists)
