@@ -96,13 +96,17 @@ def _excerpt(output: str, shown: list[str]) -> list[str]:
 
 
 def renew(document: Path, home: Path) -> None:
+    """Writes shown output anew where it is no longer printed. Files that a reader writes first are written."""
     text = document.read_text(encoding="utf-8")
     for command in commands_of(document):
+        if command.text.startswith("cat >"):
+            subprocess.run(["bash", "-c", command.text], cwd=home, check=True)
         if not command.is_same_everywhere:
             continue
         words = shlex.split(command.text, comments=True)[1:]
         done = subprocess.run([sys.executable, "-m", "shardwise", *words], cwd=home, capture_output=True, text=True)
         output = done.stdout + done.stderr
+        assert done.returncode == command.expected_exit, f"{command.where}: ended with {done.returncode}\n{output}"
         if command.shown and command.stale(output):
             old, new = "\n".join(command.shown), "\n".join(_excerpt(output, command.shown))
             assert text.count(old) == 1, command.where
