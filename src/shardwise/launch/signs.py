@@ -44,16 +44,16 @@ class Watch:
         self._places = {rank: place for place, rank in enumerate(pids)}
         self._seen: dict[int, _Seen] = {}
 
-    def look(self) -> list[Sign]:
-        """Returns a sign of every rank."""
-        return [self._look(rank, pid) for rank, pid in self.pids.items()]
+    def look(self, *, with_calls: bool = True) -> list[Sign]:
+        """Returns a sign of every rank, on demand with its collectives."""
+        return [self._look(rank, pid, with_calls) for rank, pid in self.pids.items()]
 
     def pulse(self, rank: int) -> Pulse:
         """Returns the record of a rank; of one that has ended it is the last."""
         return self.heartbeats.read(self._places[rank])
 
-    def _look(self, rank: int, pid: int) -> Sign:
-        pulse, now = self.pulse(rank), time.monotonic()
+    def _look(self, rank: int, pid: int, with_calls: bool) -> Sign:
+        pulse, now = self.heartbeats.read(self._places[rank], with_calls=with_calls), time.monotonic()
         state, cpu_s = _state(pid)
         seen = self._seen.setdefault(rank, _Seen(pulse, now, cpu_s))
         elapsed, computed = min(now - seen.at, LONGEST_LOOK_S), cpu_s - seen.cpu_s

@@ -104,7 +104,7 @@ class Supervisor:
 
     def _judge(self, now: float) -> None:
         """Ends the rank that holds the others up."""
-        signs = self.watch.look()
+        signs = self.watch.look(with_calls=False)
         found = suspect(signs, self.patience, is_whole=self.is_whole)
         if found is None and not is_worth_a_look(signs, self.patience):
             return

@@ -184,8 +184,8 @@ class Heartbeats:
         """Returns what the rank of this place finds its record by: HEARTBEAT in its environment."""
         return f"{self._file.fileno()} {self.count} {place} {self._stacks[place].fileno()}"
 
-    def read(self, place: int) -> Pulse:
-        """Returns what the rank of this place has written."""
+    def read(self, place: int, *, with_calls: bool = True) -> Pulse:
+        """Returns what the rank of this place has written, on demand with its collectives: they may be a thousand."""
         with self._bytes[8 * CELLS * place : 8 * CELLS * (place + 1)] as part, part.cast("q") as cells:
             calls, first, before = cells[CALLS], cells[STEP_CALLS], cells[LAST_CALLS]
             return Pulse(
@@ -199,8 +199,8 @@ class Heartbeats:
                 doing=_name(part, cells[SPAN]),
                 kind=KINDS[cells[KIND] % len(KINDS)],
                 calls=calls,
-                this_step=_calls(part, cells, first, calls),
-                last_step=_calls(part, cells, before, first) if calls - before <= NUM_CALLS else (),
+                this_step=_calls(part, cells, first, calls) if with_calls else (),
+                last_step=_calls(part, cells, before, first) if with_calls and calls - before <= NUM_CALLS else (),
                 longest_s=cells[LONGEST] / 1e9,
             )
 
