@@ -4,7 +4,10 @@ takes."""
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     narrow = bool(
         args.why_not or args.what_if or args.framework
     )  # asks for one thing: the rest of the story would take longer
-    with patience(SEARCHING, PATIENCE_S):
+    with patience(SEARCHING, PATIENCE_S), _not_collecting():
         made = answer(question, args.top, within=within, budget=budget, fewest=args.fewest_gpus, detail=not narrow)
         refused = why_not(made, args.why_not) if args.why_not else None
         changed = [what_if(question, text) for text in args.what_if]
@@ -114,6 +117,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(made, files, refused, changed)
     return Exit.DONE
+
+
+@contextmanager
+def _not_collecting() -> Iterator[None]:
+    """Keeps the garbage collector from walking over what a search remembers: it makes hardly any cycles, and the walks
+    took up to a fifth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _inverse(args: argparse.Namespace, question: Question) -> tuple[float | None, float | None]:
