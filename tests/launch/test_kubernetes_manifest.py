@@ -17,7 +17,9 @@ from plan_files import plan_file
 from shardwise.errors import UserError
 from shardwise.launch.place import NodePlace, own_place
 from shardwise.launch.planned_job import Wanted, launch_spec
-from shardwise.launch.schedulers.kubernetes_manifest import KINDS, PodOptions, manifest, secrets_of
+from shardwise.launch.schedulers.kubernetes_jobs import KINDS
+from shardwise.launch.schedulers.kubernetes_manifest import manifest, secrets_of
+from shardwise.launch.schedulers.kubernetes_pod import PodOptions
 from shardwise.launch.schedulers.yaml_text import Noted, document
 from shardwise.launch.spec import LaunchSpec
 

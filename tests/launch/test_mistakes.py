@@ -17,7 +17,9 @@ from shardwise.errors import UserError
 from shardwise.launch.mistakes.of_kubernetes import mistakes_of_kubernetes
 from shardwise.launch.mistakes.of_slurm import mistakes_of_slurm
 from shardwise.launch.planned_job import Wanted, checking, launch_spec
-from shardwise.launch.schedulers.kubernetes_manifest import KINDS, PodOptions, manifest
+from shardwise.launch.schedulers.kubernetes_jobs import KINDS
+from shardwise.launch.schedulers.kubernetes_manifest import manifest
+from shardwise.launch.schedulers.kubernetes_pod import PodOptions
 from shardwise.launch.schedulers.slurm_script import SlurmOptions, script
 from shardwise.launch.spec import LaunchSpec
 

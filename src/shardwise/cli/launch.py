@@ -21,7 +21,7 @@ from shardwise.terminal import say, say_error
 
 if TYPE_CHECKING:
     from shardwise.launch.planned_job import Wanted
-    from shardwise.launch.schedulers.kubernetes_manifest import PodOptions
+    from shardwise.launch.schedulers.kubernetes_pod import PodOptions
     from shardwise.launch.spec import LaunchSpec
 
 HELP = "jobs of several nodes: write the script, submit it, follow it; `explain` names the mistakes of a script"
@@ -208,7 +208,7 @@ def _k8s(args: argparse.Namespace) -> int:
 
 
 def _pods(args: argparse.Namespace) -> PodOptions:
-    from shardwise.launch.schedulers.kubernetes_manifest import PodOptions
+    from shardwise.launch.schedulers.kubernetes_pod import PodOptions
 
     if not args.image:
         raise UserError(
