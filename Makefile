@@ -61,10 +61,11 @@ GPU_LANES ?= 4
 test-gpu:
 	$(call in_lanes,$(GPU_LANES),build/gpu-lanes,PYTHONPATH=$(CURDIR)/src $(PYTHON) -m pytest tests -m "cuda or triton" --shuffle 0,$(PYTHON) tests/costs.py build/gpu-lanes)
 
-# What is not there is named at the end, with how to get it.
+# What is not there is named at the end, with how to get it. Three lanes for two cores: these tests often wait, for what
+# a scheduler looks at twice a minute, or for a machine to be taken for lost.
 test-cluster: export PYTHONDONTWRITEBYTECODE :=
 test-cluster: $(VENV)/.installed-dev
-	$(call in_lanes,2,$(VENV)/cluster-lanes,$(BIN)/python -m pytest tests/nodes -rs,true)
+	$(call in_lanes,3,$(VENV)/cluster-lanes,$(BIN)/python -m pytest tests/nodes -rs,true)
 
 cluster-tools: $(VENV)/.installed-dev
 	@tests/nodes/install.sh $(VENV)

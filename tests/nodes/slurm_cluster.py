@@ -171,6 +171,13 @@ class Slurm:
         """Submits a batch script and returns the number of its job."""
         return int(self.tool("sbatch", "--parsable", *options, script).strip())
 
+    def queue(self, *words: object) -> int:
+        """Submits what `shardwise launch` makes of these words, and returns the number of the job."""
+        said = self.tool("shardwise", "launch", "slurm", *words, "--submit")
+        found = re.search(r"queued   job (\d+)", said)
+        assert found, said
+        return int(found[1])
+
     def said(self) -> str:
         """Returns what all jobs have printed into files of the shared directory."""
         return "".join(file.read_text() for file in sorted(self.controller.files.glob("*.out")))
