@@ -88,7 +88,7 @@ def save_onto_a_full_disk(folder: str, background: bool) -> tuple[str, list[str]
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, before)
-        left = [file.name for file in parent.rglob(".step-*/*")]
+        left = [file.name for file in parent.glob(".step-*")]
         left += [] if [one.step for one in store.committed(parent)] == [1] else ["the good one is gone"]
         saver.save(3, dict, wait=True)  # there is room again
         saver.finish()

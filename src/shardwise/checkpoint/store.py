@@ -169,6 +169,8 @@ def write_part(scratch: Path, rank: int, shared: SharedOut, sources: Sequence[Sl
     except BaseException:
         for name in files:
             (scratch / name).unlink(missing_ok=True)
+        if len(shared.all_writers()) == 1:  # else others may still write there
+            shutil.rmtree(scratch, ignore_errors=True)
         raise
 
 
