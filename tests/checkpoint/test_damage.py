@@ -147,3 +147,34 @@ def test_a_save_that_dies_at_any_write_flush_or_rename_leaves_the_newest_complet
     [(num_points, wrong)] = ranks.run(crash_everywhere, 1, fresh=True, timeout=200)
     assert not wrong, "\n".join(wrong[:5])
     assert num_points >= 200
+
+
+def read_as_another_user(folder: str) -> str:
+    """What is said to a user who may not read a data file; root may read anything, so a child becomes another one."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setuid(65534)
+            store.newest_good(Path(folder))
+        except UserError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with open(reader, "rb") as said:
+        return said.read().decode()
+
+
+def test_a_checkpoint_of_another_user_is_refused_rather_than_passed_over(ranks: Any) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory() as home:
+        os.chmod(home, 0o755)
+        for step in (1, 2):
+            small.save(Path(home), step, {})
+        for file in (Path(home) / "step-2").glob("weights*"):
+            os.chmod(file, 0o600)
+        [said] = ranks.run(read_as_another_user, 1, home, fresh=True)
+    assert "cannot be read" in said and "does not permit it" in said and "step-2" in said

@@ -126,6 +126,12 @@ def test_another_model_s_checkpoint_is_refused_by_the_fields_that_differ(run, re
     assert "is of another model" in error and "hidden 48 there" in error and "num_layers 1 there" in error
 
 
+def test_the_states_of_another_optimizer_are_refused(run, refused):
+    words = ["--allow", "optimizer.name", "--allow", "train.steps", "optimizer.name=rmsprop", "train.steps=6"]
+    error = refused("resume", run, *words)
+    assert "has the states of adamw, this run's optimizer is rmsprop" in error
+
+
 # Model directories ---------------------------------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from shardwise.checkpoint.listing import MANIFEST, damaged, step_of
 from shardwise.errors import UserError
 from shardwise.files import open_regular
 from shardwise.foreign_json import need, parse_json, read_safetensors_header
+from shardwise.terminal import shell_word
 
 SCHEMA = 2
 CHUNK = 16 * 2**20  # bytes that one digest is of
@@ -42,8 +43,18 @@ DIMS = 16
 Shape = tuple[int, ...]
 
 
-class NewerFormat(UserError):
-    """Is raised for a checkpoint of a later version, which is whole: it is not passed over."""
+class UnusableHere(UserError):
+    """Is raised for a checkpoint that may be whole, but not for us to read: of a later version, or of another user. It
+    is not passed over, for going on from an older one would lose what was trained."""
+
+
+def not_ours_to_read(file: Path) -> UnusableHere:
+    """Returns the error for a file that the system does not let us read."""
+    return UnusableHere(
+        f"{file} cannot be read",
+        why="the system does not permit it: it belongs to another user, or its permissions were changed",
+        fix=f"ls -l {shell_word(file)}; then chown or chmod, or resume as the user who trained",
+    )
 
 
 @dataclass(frozen=True)
@@ -120,7 +131,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
         content, found = _read(file)
         schema = need(found, "schema", int) if "schema" in found else 1
         if schema > SCHEMA:
-            raise NewerFormat(
+            raise UnusableHere(
                 f"{path} is of a later version of Shardwise",
                 why=f"its format is number {schema}, this version reads up to {SCHEMA}",
                 fix="use that version, or give an older step: --from STEP",
@@ -132,6 +143,8 @@ def read_manifest(path: Path) -> CheckpointManifest:
         else:
             files = {name: _whole_file(name, about) for name, about in need(found, "files", dict).items()}
             manifest = CheckpointManifest(path, step, state, files)
+    except PermissionError:
+        raise not_ours_to_read(file) from None
     except (OSError, ValueError) as error:
         raise damaged(file, str(error)) from None
     if step_of(path) not in (None, step):

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.listing import damaged
-from shardwise.checkpoint.manifest import MANIFEST, CheckpointManifest, Group, StoredSlice, StoredTensor
+from shardwise.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    Group,
+    StoredSlice,
+    StoredTensor,
+    not_ours_to_read,
+)
 from shardwise.checkpoint.part_file import THREADS, TORCH
 
 BLOCK = 16 * 2**20  # bytes read at once where rows are cut
@@ -147,6 +154,8 @@ def open_part(file: Path, size: int) -> int:
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
         raise damaged(file, "the file is missing") from None
+    except PermissionError:
+        raise not_ours_to_read(file) from None
     except OSError as error:
         why = "it is a link, which a checkpoint has none of" if file.is_symlink() else str(error.strerror)
         raise damaged(file, why) from None

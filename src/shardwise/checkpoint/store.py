@@ -32,7 +32,7 @@ from shardwise.checkpoint.manifest import (
     CHUNK,
     SCHEMA,
     CheckpointManifest,
-    NewerFormat,
+    UnusableHere,
     in_order,
     parse,
     read_manifest,
@@ -300,7 +300,7 @@ def _problem(checkpoint: Checkpoint, verify: bool, share: tuple[int, int]) -> Us
         else:
             checkpoint.manifest()
         return None
-    except NewerFormat:
+    except UnusableHere:
         raise
     except UserError as error:
         return error

@@ -19,7 +19,7 @@ from shardwise.errors import UserError
 from shardwise.parallel.collect import exchange
 from shardwise.parallel.engine import Engine
 from shardwise.run.build import stored_spec
-from shardwise.run.saving import Saver
+from shardwise.run.saving import Saver, ranks_that_see
 from shardwise.run.session import Session
 from shardwise.run.state import restore_state
 
@@ -112,13 +112,14 @@ def restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, 
     if ranks.is_first and parent.is_dir():
         store.sweep(parent)
     steps = exchange([checkpoint.step for checkpoint in store.committed(parent)], mesh)[0]
-    # The ranks of a node read one directory, so they share its digests out. What one finds counts for all.
+    # Those that read one directory share its digests out: all ranks, or those of a node. What one finds counts for all.
+    see_one = ranks.nodes == 1 or all(ranks_that_see(parent, mesh))
     checkpoint, skipped = store.newest_good(
         parent,
         verify=session.config.checkpoint.verify,
         at_step=session.from_step,
         steps=steps,
-        share=(ranks.local_rank, ranks.local_world) if mesh.plan.world > 1 else (0, 1),
+        share=(ranks.rank, ranks.world) if see_one else (ranks.local_rank, ranks.local_world),
         agree=lambda problem: next((one for one in exchange(problem, mesh) if one), ""),
     )
     for line in skipped:
