@@ -42,6 +42,13 @@ class PrivateName(NamedTuple):
         return has_name(owner, self.name) or (bool(self.older) and has_name(owner, self.older))
 
 
+FOR_REHEARSAL = (
+    PrivateName("FakeTensorMode", "torch._subclasses.fake_tensor", "tensors that are sizes only", only_tested=True),
+    PrivateName("unset_fake_temporarily", "torch._subclasses.fake_tensor", "real numbers of buckets", only_tested=True),
+    PrivateName("_local_scalar_dense", "torch.ops.aten", "what is read from a tensor without values"),
+    PrivateName("_overloadpacket", "torch._ops.OpOverload", "an operation, to count its FLOPs", only_tested=True),
+)
+
 PRIVATE_NAMES = (
     # memory
     PrivateName("TorchDispatchMode", "torch.utils._python_dispatch", "sees every operation, to count its memory"),
@@ -72,11 +79,7 @@ PRIVATE_NAMES = (
         for kernel in ("flash_attention", "cudnn_attention", "efficient_attention", "flash_attention_for_cpu")
         for ending in ("", "_backward")
     ),
-    # rehearse
-    PrivateName("FakeTensorMode", "torch._subclasses.fake_tensor", "tensors that are sizes only", only_tested=True),
-    PrivateName("unset_fake_temporarily", "torch._subclasses.fake_tensor", "real numbers of buckets", only_tested=True),
-    PrivateName("_local_scalar_dense", "torch.ops.aten", "what is read from a tensor without values"),
-    PrivateName("_overloadpacket", "torch._ops.OpOverload", "an operation, to count its FLOPs", only_tested=True),
+    *FOR_REHEARSAL,
     # cluster, demo
     PrivateName("_sleep", "torch.cuda", "keeps a stream busy while timed work is queued", only_tested=True),
     PrivateName("_dynamo", "torch", "is loaded once, before ranks are forked", only_tested=True),
@@ -84,7 +87,7 @@ PRIVATE_NAMES = (
 )
 
 
-def check_private_names(rows: Iterable[PrivateName] = PRIVATE_NAMES) -> None:
+def check_private_names(rows: Iterable[PrivateName] = PRIVATE_NAMES, what: str = "models cannot be trained") -> None:
     """Refuses a torch in which one of these names is gone. Loads torch; called before a rank starts."""
     import torch
 
@@ -92,10 +95,16 @@ def check_private_names(rows: Iterable[PrivateName] = PRIVATE_NAMES) -> None:
     if gone:
         more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
         raise UserError(
-            f"models cannot be trained with torch {torch.__version__}",
+            f"{what} with torch {torch.__version__}",
             why=f"it lacks {gone[0]}{more} ({gone[0].why}), a private name that was seen in {' and '.join(BOTH)}",
             fix=f"pip install 'torch=={BOTH[-1]}.*'; torch {BOTH[0]} to {BOTH[-1]} work",
         )
+
+
+def check_rehearsal_names() -> None:
+    """Refuses a torch in which a name is gone that rehearsals need. Called before they load them."""
+    check_private_names()
+    check_private_names([row._replace(only_tested=False) for row in FOR_REHEARSAL], "plans cannot be rehearsed")
 
 
 def _find(path: str) -> Any:

@@ -11,7 +11,7 @@ from import_graph import FILES, PACKAGE
 
 from shardwise import private_names
 from shardwise.errors import UserError
-from shardwise.private_names import BOTH, PRIVATE_NAMES, PrivateName, check_private_names
+from shardwise.private_names import BOTH, FOR_REHEARSAL, PRIVATE_NAMES, PrivateName, check_private_names
 
 WITH_A_TABLE = ("private_names.py", "parallel/fsdp2.py")
 NOT_TORCHS = {
@@ -44,6 +44,14 @@ def test_it_is_refused_before_a_run_starts(run_here, capsys, monkeypatch: pytest
     Path("text.txt").write_text("one two three four five six\n" * 200)
     code = run_here("train", "--nproc", 1, "data.source=text.txt", "train.seq_len=32", "train.steps=1")
     assert code == 2 and "error: models cannot be trained with torch" in capsys.readouterr().err
+
+
+def test_a_rehearsal_is_refused_where_what_it_stands_in_with_is_gone(run_here, capsys, monkeypatch) -> None:
+    row = FOR_REHEARSAL[0]._replace(name="NoSuchMode")
+    monkeypatch.setattr(private_names, "FOR_REHEARSAL", (row,))
+    assert run_here("rehearse", "model.num_layers=1", "train.seq_len=32") == 2
+    what, why, fix = capsys.readouterr().err.strip().splitlines()[-3:]
+    assert "plans cannot be rehearsed with torch" in what and str(row) in why and "pip install" in fix
 
 
 def private_uses(tree: ast.AST) -> set[str]:

@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_perform import SIZES, job_for
+from test_perform import MOE, SIZES, job_for
 
 from shardwise.checkpoint import store
+from shardwise.optim.offload import nvme
 from shardwise.parallel import mesh, shards
+from shardwise.parallel.expert import dispatch
 from shardwise.parallel.pipeline import execute
+from shardwise.parallel.tensor import slices
 from shardwise.rehearse import classes, coverage
 from shardwise.rehearse.classes import whole_shapes
 from shardwise.rehearse.fault import Fault
@@ -34,6 +37,10 @@ SHARDED = {"dp": 2, "zero": 2, "replicate": 1, "global_batch": 4}
 SLICED = {"tp": 2, "sequence": True, "global_batch": 2}
 PIPED = {"pp": 2, "split": (1, 1), "global_batch": 4, "micro_batch": 1}
 CONTEXT = {"cp": 2, "dp": 2, "global_batch": 2, "micro_batch": 1}
+SPREAD = {"spec": MOE, "dp": 2, "ep": 2, "global_batch": 4}
+UNEVEN = SPREAD | {"spec": MOE.with_overrides({"num_experts": 6}), "seq_len": 62}
+PAIRS = SPREAD | {"dp": 4, "global_batch": 8}
+ON_DISK = SHARDED | {"offload": "optimizer", "offload_to": "nvme"}
 WHO_CUTS = (shards, classes, coverage)
 LIMIT = 2**33
 
@@ -51,6 +58,9 @@ TWO_PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another number of micro-batches": (PIPED, {"global_batch": 6}),
     "another way of context": ({"cp": 2, "global_batch": 2}, {"cp_kind": "ulysses"}),
     "recomputation on one side": (SLICED, {"recompute": "full"}),
+    "another number of ranks per expert": (SPREAD, {"ep": 1}),
+    "another sequence length with experts": (SPREAD, {"seq_len": 128}),
+    "another model of transformers": (SHARDED | {"model": "gpt_neox"}, {"model": "opt"}),
 }
 
 
@@ -75,6 +85,7 @@ MODELS = {
     "another vocabulary": {"vocab": 320},
     "another feed-forward width": {"ffn": 352},
     "another number of layers": {"num_layers": 3},
+    "experts on one side": {"num_experts": 4, "experts_per_token": 2, "expert_ffn": 64},
 }
 
 
@@ -166,6 +177,26 @@ def half_of_the_slice(right: Any, *about: Any, **more: Any) -> Any:
     return found if cut is None else found._replace(slice=replace(cut, stop=cut.stop - (cut.stop - cut.start) // 2))
 
 
+def one_less(right: Any, *about: int) -> tuple[int, int]:
+    start, stop = right(*about)
+    return start, stop - 1
+
+
+def the_first(right: Any, num: int, parts: int, index: int) -> tuple[int, int]:
+    return right(num, parts, 0)
+
+
+def the_other_way(right: Any, *about: Any) -> Any:
+    trip = right(*about)
+    return trip._replace(sent=trip.received, received=trip.sent)
+
+
+def more_to_the_first(right: Any, x: Any, received: list[int], sent: list[int], group: Any, *rest: Any) -> Any:
+    if group.rank() == 1:
+        sent, x = [sent[0] + 1, *sent[1:]], torch.cat([x, x[:1]])
+    return right(x, received, sent, group, *rest)
+
+
 def rows(wrong: Callable[[range], range]) -> Breaks:
     return patched(Plan, "rows", lambda right, plan, index: wrong(right(plan, index)) if index else right(plan, index))
 
@@ -181,6 +212,13 @@ BROKEN: dict[str, tuple[str, dict[str, Any], Breaks]] = {
     "a row that nobody holds": ("shard", SHARDED, everywhere("row_range", rows_but_the_last, *WHO_CUTS)),
     "a row that two hold": ("shard", SHARDED, everywhere("row_range", rows_twice, *WHO_CUTS)),
     "half of a slice": ("shard", SLICED, everywhere("placement", half_of_the_slice, shards, classes)),
+    "an expert that nobody holds": ("program", SPREAD, patched(dispatch, "share", one_less)),
+    "experts that two hold": ("shard", SPREAD, everywhere("share", the_first, dispatch, slices)),
+    "rows that are sent where others come from": ("program", UNEVEN, patched(dispatch, "plan_trip", the_other_way)),
+    "more rows than the other one expects": ("call", UNEVEN, patched(dispatch, "all_to_all_rows", more_to_the_first)),
+    "expert groups along the wrong axis": ("group", PAIRS, patched(mesh, "_lines", one_line)),
+    "states at odd places of the file": ("program", ON_DISK, patched(nvme, "_padded", lambda _, count, unit: count)),
+    "states beyond the end of the file": ("program", ON_DISK, patched(nvme, "aligned", lambda _, count: 2 * count)),
     "overlapping rows of a step": ("data", SHARDED, rows(lambda right: range(right.start - 1, right.stop))),
     "a row of a step left out": ("data", SHARDED, rows(lambda right: range(right.start + 1, right.stop))),
     "the last row of a step left out": ("data", SHARDED, rows(lambda right: range(right.start, right.stop - 1))),
@@ -211,6 +249,13 @@ def test_what_does_not_fit_is_named(name):
     peaks = {program.rank: program.peak for program in rehearse(job, LIMIT).programs}
     found = rehearse(job, max(peaks.values()) - 1).faults
     assert [fault.kind for fault in found] == ["memory"] and max(peaks, key=lambda r: peaks[r]) in found[0].ranks
+
+
+def test_a_disk_that_is_too_small_is_named():
+    job = job_for(**ON_DISK)
+    needed = sum(program.disk.space for program in rehearse(job, LIMIT).programs) * 2
+    assert rehearse(job, LIMIT, room=needed).holds
+    assert [fault.kind for fault in rehearse(job, LIMIT, room=needed - 1).faults] == ["disk"]
 
 
 CHECKPOINTS = {

@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.cli.train import check_nproc
     from shardwise.cluster.describe.machine import usable_cores
     from shardwise.config.load import load_config
+    from shardwise.private_names import check_rehearsal_names
     from shardwise.rehearse.question import ask_rehearsal
 
     if args.nproc is not None:
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         count = plan.num_microbatches
         say(f"layout   {plan.layout}, {count} micro-batch{'es' if count > 1 else ''} per step")
         say(f"model    {question.spec.name} on {plan.world:,} of {question.cluster.name}")
+    check_rehearsal_names()  # before what stands in for tensors is loaded
     from shardwise.rehearse.even_routing import assumed
     from shardwise.rehearse.perform import RehearsedJob
     from shardwise.rehearse.prices import planner_prices
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     prices = planner_prices(question.spec, question.cluster, question.job, question.on_cluster)
     checkpoint = _checkpoint(args.resume, config.run.dir) if args.resume else None
     with patience("rehearsing one rank of every class ...", after_s=2.0):
-        found = rehearse(job, question.limit, prices, checkpoint, usable_cores())
+        found = rehearse(job, question.limit, prices, checkpoint, usable_cores(), room=question.room)
     if args.json:
         print(json.dumps({"schema": 1, **summary(found), **_beside(question, found)}))
     else:

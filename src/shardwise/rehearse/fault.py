@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 class Fault:
     """One fault. `kind` is what programs tell faults by."""
 
-    kind: str  # group | call | deadlock | memory | shard | data | resume | program
+    kind: str  # group | call | deadlock | memory | disk | shard | data | resume | program
     what: str
     why: str
     fix: str

@@ -25,7 +25,7 @@ class NoFile(ScratchFile):
     def __init__(self, num_bytes: int):
         self.num_bytes, self.num_read, self.num_written, self.is_direct = aligned(num_bytes), 0, 0, True
 
-    def _start(self, move: Callable[..., int], offset: int, buffer: memoryview) -> Transfer:
+    def _submit(self, move: Callable[..., int], offset: int, buffer: memoryview) -> Transfer:
         return NOTHING
 
     def close(self) -> None:

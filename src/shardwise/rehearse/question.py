@@ -8,6 +8,7 @@ more. The prediction is for the real devices. No torch here.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ class RehearsalQuestion:
     job: Job
     prediction: Prediction
     limit: int  # bytes of a device
+    room: int | None = None  # bytes that are free where states are offloaded to, if all ranks run on this machine
 
 
 def ask_rehearsal(loaded: Loaded, path: str | None, nproc: int | None, cluster: str | None) -> RehearsalQuestion:
@@ -70,9 +72,15 @@ def ask_rehearsal(loaded: Loaded, path: str | None, nproc: int | None, cluster: 
     else:
         most = hardware.device.memory
     job = job_of(config, on_cluster)
-    return RehearsalQuestion(
-        config, spec, plan, on_cluster, hardware, job, predict(spec, hardware, job, on_cluster), most
-    )
+    prediction = predict(spec, hardware, job, on_cluster)
+    room = _room(Path(plan.offload_dir)) if plan.offload_to == "nvme" and words is None else None
+    return RehearsalQuestion(config, spec, plan, on_cluster, hardware, job, prediction, most, room)
+
+
+def _room(directory: Path) -> int:
+    """Returns the bytes that are free in a directory, which a run may have to make first."""
+    there = next(path for path in (directory, *directory.resolve().parents) if path.is_dir())
+    return shutil.disk_usage(there).free
 
 
 def _on(cluster: ClusterSpec, plan: Plan, config: Config, spec: ModelSpec) -> Plan:

@@ -70,9 +70,10 @@ def rehearse(
     checkpoint: Checkpoint | None = None,
     processes: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    room: int | None = None,
 ) -> Rehearsal:
-    """Returns what was found. `limit`: the bytes of a device. Without `prices` the clock stands still. `progress` is
-    told how many classes are done, of how many."""
+    """Returns what was found. `limit`: the bytes of a device; `room`: those that are free on the disk that all ranks
+    share. Without `prices` the clock stands still. `progress` is told how many classes are done, of how many."""
     began, plan = time.perf_counter(), job.plan
     faults = check_rows(plan)
     if faults:  # nobody could run it
@@ -95,6 +96,7 @@ def rehearse(
         faults += [result.fault] if result.fault else []
     faults += check_shards(world, shapes)
     faults += [] if limit is None else _too_large(world, limit)
+    faults += [] if room is None else _no_room(world, room)
     if checkpoint is not None:
         faults += check_resume(checkpoint, shapes, _frozen(programs))
     calls, sent = _totals(world)
@@ -162,6 +164,16 @@ def _too_large(world: World, limit: int) -> list[Fault]:
             )
         )
     return faults
+
+
+def _no_room(world: World, room: int) -> list[Fault]:
+    """Returns that the disk is too small, if it is."""
+    needed = sum(world.program_of(rank).disk.space for rank in range(world.size))
+    if needed <= room:
+        return []
+    what = f"the offloaded states of {world.size} ranks do not fit on the disk"
+    why = f"they take {format_bytes(needed)}, {format_bytes(room)} are free"
+    return [Fault("disk", what, why, "memory.offload_dir=DIR on a larger disk, or more ranks with parallel.zero=1")]
 
 
 def _frozen(programs: Sequence[Program]) -> frozenset[str]:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 aten: Any = torch.ops.aten
+GROUPED_MM = getattr(aten._grouped_mm, "default", None) if hasattr(aten, "_grouped_mm") else None
 READ = 1.0
 """What every value is that a program reads. It is finite, and as a gradient norm it is at the usual clip."""
 
@@ -84,6 +85,8 @@ class _Values(TorchDispatchMode):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         packet = func._overloadpacket
-        if packet in flop_registry:
+        if func is GROUPED_MM:  # rows of all experts together, whichever expert has how many
+            self.computed(2.0 * args[0].numel() * args[1].shape[-1])
+        elif packet in flop_registry:
             self.computed(float(flop_registry[packet](*args, **kwargs, out_val=result)))
         return result

@@ -177,6 +177,8 @@ class RecordedGroup(dist.ProcessGroup):
         larger = output if output.numel() >= input.numel() else input
         if not sent:
             return self._note("all-to-all", [larger])
+        if sum(sent) != input.shape[0] or sum(received) != output.shape[0]:
+            raise ValueError(f"rows {sent} of {input.shape[0]} are sent, {received} of {output.shape[0]} are received")
         width = input.shape[1:].numel()
         parts = tuple(rows * width for rows in sent), tuple(rows * width for rows in received)
         is_even = all(set(part) == {larger.numel() // len(part)} for part in parts)

@@ -82,6 +82,9 @@ class ScratchFile:
     def _start(self, move: Callable[..., int], offset: int, buffer: memoryview) -> Transfer:
         assert offset % ALIGNMENT == 0 and len(buffer) % ALIGNMENT == 0, (offset, len(buffer))
         assert offset + len(buffer) <= self.num_bytes, (offset, len(buffer), self.num_bytes)
+        return self._submit(move, offset, buffer)
+
+    def _submit(self, move: Callable[..., int], offset: int, buffer: memoryview) -> Transfer:
         starts = range(0, len(buffer), BLOCK_BYTES)
         blocks = [(offset + start, buffer[start : start + BLOCK_BYTES]) for start in starts]
         return Transfer([self._threads.submit(self._move, move, *block) for block in blocks])
