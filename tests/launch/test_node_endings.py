@@ -292,6 +292,20 @@ def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(
     assert len(asked.report.findings) == 1, "who is silent is not asked again and again"
 
 
+def test_a_runs_directory_without_room_is_a_finding(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with JobHead(HERE, port, 1, SECRET) as head:
+        checks = Checks(0, tmp_path / "runs", HERE, SECRET, head.thread)
+        found = []
+        for limit in (0, 2**70):
+            monkeypatch.setattr(preflight, "LOW_SPACE", limit)
+            asked = preflight.Preflight({0: hello(0, "asked", 0)}, head.links, checks)
+            asked._directory()
+            found.append([f"{one.what}; {one.fix}" for one in asked.report.findings])
+            assert asked.report.excluded == [] and asked.report.is_shared
+    assert found[0] == [] and "free; make room" in found[1][0] and str(tmp_path) in found[1][0]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 def test_ranks_that_print_faster_than_the_network_carries_fill_no_memory(tmp_path: Path):
     thread, (ours, theirs) = Background(), socket.socketpair()
     reader, writer = thread.call(asyncio.open_connection(sock=ours))

@@ -31,6 +31,7 @@ FEW = 4
 MOST_SHIFTS = 4  # other nodes that each node sends to
 CLOCK_S = 30.0  # seconds by which clocks may differ: beyond that schedulers' keys expire and files look too new
 BUSY_SHARE = 0.05  # of a GPU's memory that somebody else may hold
+LOW_SPACE = 2**30  # bytes of the runs directory below which it is as good as full
 SHARED_MEMORY = 2**30  # bytes of /dev/shm below which NCCL and data loaders run out of it
 
 
@@ -159,12 +160,23 @@ class Preflight:
                 )
 
     def _directory(self) -> None:
-        """Has every node write a file by one rename, and then look for those of all others."""
+        """Has every node write a file by one rename, say how much room there is, and look for the files of others."""
         nodes, sign = self._all(), secrets.token_hex(8)
         written = self._ask(nodes, "write", {node: {"sign": sign} for node in nodes})
         seen = self._ask(sorted(written), "read", {node: {"sign": sign, "nodes": sorted(written)} for node in written})
         self.report.is_shared = all(set(words["seen"]) >= set(written) for words in seen.values())
         self._ask(sorted(written), "clean")
+        full = [node for node in sorted(written) if written[node]["free"] < LOW_SPACE]
+        for node in full[:1] if self.report.is_shared else full:
+            self.report.findings.append(
+                Finding(
+                    node,
+                    f"{self.own.runs} has {format_bytes(written[node]['free'])} free",
+                    "checkpoints, logs and events go there; a node that does not share it mirrors the newest one",
+                    "make room, or another run.dir",
+                    excludes=not self.report.is_shared,
+                )
+            )
 
     def _links(self) -> None:
         """Has each node send to some others, and who is slow to all of them once more, alone."""
