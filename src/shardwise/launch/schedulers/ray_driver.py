@@ -124,7 +124,7 @@ def _attempt(ray: Any, job: dict[str, Any]) -> int:
             """Starts a task or an actor on each node."""
             needs = {"num_cpus": job["cpus"], "num_gpus": job["gpus"]}
             at = [PlacementGroupSchedulingStrategy(group, number) for number in range(job["nodes"])]
-            return [remote.options(**needs, scheduling_strategy=strategy).remote() for strategy in at]
+            return [remote.options(**needs, scheduling_strategy=place).remote() for place in at]
 
         about = ray.get(placed(ray.remote(max_retries=0)(about_node())))
         check_same(about)
