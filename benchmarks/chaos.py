@@ -72,7 +72,7 @@ class Trial:
         self.folder, self.run, self.words = folder, RunDir(folder / "runs" / name), words
         self.output = open(folder / f"{name}.txt", "w")  # noqa: SIM115
         self.process = self._start("train", *words, f"run.name={name}")
-        self.starts = 1
+        self.starts, self.lines_before = 1, 0
 
     def _start(self, *words: object) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "shardwise", *map(str, words)]
@@ -101,6 +101,7 @@ class Trial:
             raise SystemExit(f"chaos.py: the run ended with {code}; see {self.output.name}")
         while self.run.is_locked():  # ranks whose launcher was killed commit and end
             time.sleep(0.1)
+        self.lines_before = len(self.lines())
         self.process, self.starts = self._start("resume", self.run.path), self.starts + 1
         return False
 
@@ -157,13 +158,13 @@ def disturbed(folder: Path, words: list[str], gap_s: float, seed: int) -> tuple[
     draw, trial = random.Random(seed), Trial(folder, "hurt", words)
     faults: list[dict[str, Any]] = []
     due = time.monotonic() + PATIENCE_S
-    seen, recovering, began = 0, False, time.monotonic()
+    seen, recovering, began, starts = 0, False, time.monotonic(), 1
     while not trial.go_on():
         time.sleep(0.05)
         lines, now = len(trial.lines()), time.monotonic()
         if not seen and lines:
             due = now + draw.expovariate(1 / gap_s)
-        if recovering and lines > seen:
+        if recovering and trial.starts >= starts and lines > max(seen, trial.lines_before):
             faults[-1]["recovery_s"] = now - began
             recovering, due = False, now + draw.expovariate(1 / gap_s)
         if recovering and now - began > PATIENCE_S:
@@ -176,6 +177,7 @@ def disturbed(folder: Path, words: list[str], gap_s: float, seed: int) -> tuple[
                 faults.append({"kind": kind, "step": max(trial.run.steps(), default=0)})
                 time.sleep(0.3)  # what was on its way when it came
                 seen, recovering, began = len(trial.lines()), True, now
+                starts = trial.starts + kind.endswith("launcher")
             else:
                 due = now + 1.0
     return trial, [fault for fault in faults if "recovery_s" in fault]
@@ -216,7 +218,9 @@ def main() -> int:
         time.sleep(2.0)
         same = contents(straight) == contents(trial.run)
         left = left_over(trial.run)
-        restarts = sum(line.get("event") == "restarted" for line in trial.run.lines())
+        restarts, false_alarms = (
+            sum(line.get("event") == "restarted" for line in run.lines()) for run in (trial.run, straight)
+        )
     seconds = sorted(fault["recovery_s"] for fault in faults)
     p95 = seconds[min(len(seconds) - 1, int(0.95 * len(seconds)))] if seconds else 0.0
     print(f"{'fault':<20}  number  recovery: median  longest")
@@ -224,6 +228,7 @@ def main() -> int:
         of_kind = [fault["recovery_s"] for fault in faults if fault["kind"] == kind]
         print(f"{kind:<20}  {number:>6}  {statistics.median(of_kind):>14.1f} s  {max(of_kind):>5.1f} s")
     print(f"faults   {len(faults)} in {hurt_s:.0f} s; recovery p95 {p95:.1f} s; {restarts} restarts by the launcher")
+    print(f"alarms   {false_alarms} in {args.steps} steps without a fault")
     print(f"goodput  {100 * peace_s / hurt_s:.1f} %: {peace_s:.0f} s in peace, {hurt_s:.0f} s with faults")
     print(f"weights  {'the same bytes' if same else 'NOT the same bytes'} as the undisturbed run's")
     print(f"left     {left['processes']} processes, {left['scratch']} scratch directories")
@@ -242,6 +247,7 @@ def main() -> int:
         "same": same,
         "left": left,
         "restarts": restarts,
+        "false_alarms": false_alarms,
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote    {args.out}")

@@ -89,7 +89,8 @@ def suspect(signs: Sequence[Sign], patience: Patience, *, is_whole: bool) -> Sus
     for sign in signs:
         in_step = sign.pulse.phase == "training" and sign.pulse.steps > KNOWN_STEPS
         if sign.pulse.is_ready and sign.beatless_s >= (quick if in_step else slow):
-            how = f"holds its interpreter in one call for {sign.beatless_s:.0f} s"
+            held = "holds its interpreter in one call" if sign.state else "gives no sign of life"
+            how = f"{held} for {sign.beatless_s:.0f} s"
             return _suspicion(sign, "interpreter held", how, signs)
     # Where torch itself waits, as DDP's buckets in backward, nothing says so: who waits has come further.
     busy = [sign for sign in signs if sign.pulse.is_ready and not sign.waits]

@@ -8,10 +8,11 @@ found too small). Invariant: a run that keeps failing at one step ends with a ve
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from types import FrameType
 
 from shardwise.launch.outcome import RanksEnded, cause_of
-from shardwise.launch.verdict import exit_code, in_words, lost_steps
+from shardwise.launch.verdict import VERDICT, exit_code, in_words, lost_steps
 from shardwise.run.guards import answering, stop_signals
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import counted, say_error
@@ -29,6 +30,8 @@ class Restarts:
         self.done = 0
         self.code = 0  # of the run, once it is not started again
         self._steps: list[int] = []  # the step at which each failure came
+        with suppress(OSError):  # of an earlier start
+            (run.crash / VERDICT).unlink(missing_ok=True)
 
     def again(self, ended: RanksEnded) -> bool:
         """Returns whether the ranks are to be started again, after a pause where that may help; else says how the run

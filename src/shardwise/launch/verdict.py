@@ -19,6 +19,7 @@ from shardwise.launch.signs import name_of
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import counted, say, say_error
 
+VERDICT = "verdict.json"
 FIRST_COLUMN, SECOND_COLUMN = 44, 88
 
 
@@ -63,7 +64,7 @@ def _failed(run: RunDir, cause: Cause, remark: str) -> int:
         say_error(line)
     about = {**asdict(cause), "code": int(cause.code), "step": done, "saved": saved, "lost_s": seconds}
     with suppress(OSError):
-        (run.crash / "verdict.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        (run.crash / VERDICT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     about = {"rank": cause.rank, "fault": cause.fault, "host": cause.host}
     _write(run, {"event": "failed", "exit": int(cause.code), "why": cause.who, **about})
     return int(cause.code)

@@ -164,7 +164,7 @@ class RunDir:
         """Returns the training line of each step, in order of steps; after a resume the later line wins."""
         found: dict[int, dict[str, Any]] = {}
         for line in self.lines():
-            if line.get("event") == "resumed":
+            if line.get("event") in ("resumed", "restarted"):
                 found = {step: kept for step, kept in found.items() if step <= line.get("step", 0)}
             elif "event" not in line and _is_step(line):  # a null was a value that is not finite: see `to_json`
                 found[line["step"]] = {key: math.nan if value is None else value for key, value in line.items()}
