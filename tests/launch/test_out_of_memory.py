@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import SMALL, be_no_rank, caught
+from commands import SMALL, be_no_rank, caught, losses_of
 from forked_python import forked_ranks
 from ranks import RankPool
 
@@ -21,7 +22,7 @@ from shardwise.config.load import load_config
 from shardwise.errors import Exit
 from shardwise.launch.local import start_ranks
 from shardwise.launch.out_of_memory import out_of_memory
-from shardwise.launch.start import new_run, plan_run
+from shardwise.launch.start import new_run, plan_run, start
 from shardwise.launch.worker import run_worker
 from shardwise.memory.points import OverLimit, Point
 from shardwise.run.ranks import Ranks
@@ -74,6 +75,36 @@ def test_one_full_rank_ends_the_others_too(workdir: Path, ranks: RankPool) -> No
     assert code == Exit.OUT_OF_MEMORY
     assert "error: out of memory on rank 0" in said
     assert run.last_event()["exit"] == Exit.OUT_OF_MEMORY  # type: ignore[index]
+
+
+def started_smaller(limit: int, words: list[str]) -> tuple[int, str]:
+    """In a process of the pool, as the launcher. Its exit code, and what was said."""
+    be_no_rank()
+    planned = plan_run(load_config(None, [*WORDS, *words, "memory.limit=4GiB"]), None, progress=False)
+    planned.config = replace(planned.config, memory=replace(planned.config.memory, limit=limit))
+    with caught(1, sys.stdout) as out, caught(2, sys.stderr) as err, forked_ranks():
+        code = start(new_run(planned), planned, verify=False)
+    return code, out[0] + err[0]
+
+
+def test_a_smaller_micro_batch_where_that_is_asked(workdir: Path, ranks: RankPool) -> None:
+    """The run goes on to its end with the losses that it would have had, in this process and on ranks."""
+    losses, limit = {}, 2**32
+    for name, layout in (("large", "dp=1"), ("alone", "dp=1"), ("ranks", "dp=2")):
+        words = ["model.num_layers=4", f"parallel.layout={layout}", "train.steps=1", "train.eval_batches=1"]
+        words += ["run.on_out_of_memory=smaller", f"run.name={name}"]
+        [(code, said)] = ranks.run(started_smaller, 1, limit, words, fresh=True)
+        assert code == Exit.DONE, said
+        run, is_large = RunDir(Path("runs") / name), name == "large"
+        losses[name] = losses_of(run.path)
+        line = "memory   starting again with micro-batches of 2 sequences in place of 4:"
+        if is_large:  # two sequences less are 15 MiB less
+            limit = run.last_event()["measured"]["memory_bytes"] - 5 * 2**20  # type: ignore[index]
+        assert (line not in said and "error: out of memory" not in said) if is_large else line in said, said
+        assert (run.read_plan()["micro_batch"] == 4) is is_large
+        assert ("# run.on_out_of_memory" in run.config.read_text()) is not is_large
+    assert losses["alone"] == pytest.approx(losses["large"], abs=1e-5)
+    assert losses["ranks"] == pytest.approx(losses["large"], abs=1e-5)
 
 
 def test_an_error_of_the_system_is_a_verdict_too(workdir: Path) -> None:

@@ -112,6 +112,14 @@ class Corpus:
         share = counts[counts > 0] / counts.sum()
         return float(-(share * np.log(share)).sum())
 
+    @property
+    def can_begin_anew(self) -> bool:
+        """Whether training rows that were read can be read again."""
+        return True
+
+    def begin_anew(self) -> None:
+        """Makes the training rows ready to be read from any step on, whatever was read of them before."""
+
     def held_out_start(self, num_tokens: int) -> list[int]:
         """Returns the first tokens of a held-out document (of a training one if none is held out): a prompt for
         samples."""

@@ -274,6 +274,14 @@ class OwnCorpus(Corpus):
         share = counts[counts > 0] / counts.sum()
         return float(-(share * np.log(share)).sum())
 
+    @property
+    def can_begin_anew(self) -> bool:
+        return not isinstance(self.train, RowStream) or self.train.can_repeat or self.train.has_state
+
+    def begin_anew(self) -> None:
+        if isinstance(self.train, RowStream):
+            self.train.begin_anew()
+
     def held_out_start(self, num_tokens: int) -> list[int]:
         """Returns the first tokens of a row: a prompt for samples."""
         for rows in (self.validation, self.train):

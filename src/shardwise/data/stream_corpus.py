@@ -124,6 +124,9 @@ class StreamCorpus(Corpus):
         share = counts[counts > 0] / max(1, counts.sum())
         return float(-(share * np.log(share)).sum())
 
+    def begin_anew(self) -> None:
+        self.train = self.train.anew()  # type: ignore[attr-defined]
+
     def held_out_start(self, num_tokens: int) -> list[int]:
         """Returns the first tokens of the first source: a prompt for samples."""
         head = self._heads[0]

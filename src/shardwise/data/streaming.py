@@ -278,7 +278,10 @@ class TokenStream:
 
     def anew(self) -> TokenStream:
         """Returns the same rows from their beginning, read once more."""
-        return TokenStream(self._make_sources, self._weights, self._cutting, seed=self._seed, settings=self._settings)
+        how: dict[str, Any] = dict(seed=self._seed, settings=self._settings, quarantine=self.quarantine)
+        other = TokenStream(self._make_sources, self._weights, self._cutting, **how)
+        other.say = self.say
+        return other
 
     def batch(self, step: int, rows: range, global_batch: int) -> Batch:
         """Returns rows `rows` of the global batch of step `step`, which comes after the step that was asked for last; a

@@ -22,11 +22,12 @@ from shardwise.config.job import check_length, settle_job
 from shardwise.config.load import Loaded, find_key, load_config
 from shardwise.config.reopen import planner_origins, reopen
 from shardwise.config.write import write_config
-from shardwise.errors import UserError
+from shardwise.errors import Exit, UserError
 from shardwise.files import cannot_write, write_atomically
 from shardwise.launch.allocator import set_allocator
 from shardwise.launch.nodes.interfaces import local_interface
 from shardwise.launch.nodes.mirror import check_is_no_mirror
+from shardwise.launch.smaller_micro_batch import with_smaller_micro_batch
 from shardwise.optim.offload.disk import check_directory
 from shardwise.plan.prediction.memory import predict_elsewhere
 from shardwise.plan.resolve.resolve import resolve
@@ -159,22 +160,35 @@ def start(
     if planned.plan.device == "cuda":
         set_allocator(planned.plan.allocator, os.environ)
     with run.lock():
-        write_run(run, planned)
         check_private_names()
-        if planned.plan.world == 1:
-            from shardwise.launch.worker import run_worker
+        while True:
+            write_run(run, planned)
+            num_starts = run.num_starts() if from_step is not None else 0
+            code = _train(run, planned, from_step, verify, attend, had_torch)
+            smaller = with_smaller_micro_batch(run, planned) if code == Exit.OUT_OF_MEMORY else None
+            if smaller is None:
+                return code
+            planned = smaller
+            from_step = None if from_step is None or run.num_starts() > num_starts else from_step
 
-            return run_worker(run, Ranks(), planned, from_step, verify=verify)
-        from shardwise.launch.local import start_ranks
 
-        if planned.own != OwnParts():
-            return _start_forked(run, planned, from_step, verify, attend, had_torch)
-        options = [] if verify else ["--no-verify"]
-        plan, most = planned.plan, planned.config.run.max_restarts
-        interface = local_interface(plan.interface)
-        return start_ranks(
-            run, plan.world, plan.threads_per_rank, interface, options, from_step=from_step, max_restarts=most
-        )
+def _train(
+    run: RunDir, planned: PlannedRun, from_step: int | None, verify: bool, attend: Callable[[], None], had_torch: bool
+) -> int:
+    if planned.plan.world == 1:
+        from shardwise.launch.worker import run_worker
+
+        return run_worker(run, Ranks(), planned, from_step, verify=verify)
+    from shardwise.launch.local import start_ranks
+
+    if planned.own != OwnParts():
+        return _start_forked(run, planned, from_step, verify, attend, had_torch)
+    options = [] if verify else ["--no-verify"]
+    plan, most = planned.plan, planned.config.run.max_restarts
+    interface = local_interface(plan.interface)
+    return start_ranks(
+        run, plan.world, plan.threads_per_rank, interface, options, from_step=from_step, max_restarts=most
+    )
 
 
 def starting_line(world: int) -> str:

@@ -12,7 +12,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from shardwise.checkpoint import store
-from shardwise.data.own_rows import RowStream
 from shardwise.errors import UserError
 from shardwise.parallel.mesh import Mesh
 from shardwise.run.session import Session
@@ -49,8 +48,7 @@ class GoingBack:
 
     def way_back(self, trouble: Trouble) -> WayBack | None:
         """Collective. Returns the way back from trouble; None where there is none."""
-        train = self.session.corpus.train
-        if isinstance(train, RowStream) and not (train.can_repeat or train.has_state):
+        if not self.session.corpus.can_begin_anew:
             self.why_not = "data yields its rows once"
             return None
         step = self.mesh.agree(self._newest_good(trouble.newest) if self.mesh.rank == 0 else 0)

@@ -170,6 +170,10 @@ class RunDir:
                 found[line["step"]] = {key: math.nan if value is None else value for key, value in line.items()}
         return found
 
+    def num_starts(self) -> int:
+        """Returns how often training has begun or gone on."""
+        return sum(line.get("event") in ("started", "resumed") for line in self.lines())
+
     def held_out_loss(self) -> float | None:
         """Returns the loss of the newest evaluation, in nats per token; None if there was none."""
         return next((line["eval_loss"] for line in reversed(list(self.lines())) if "eval_loss" in line), None)

@@ -85,8 +85,7 @@ class Setup:
         """Collective. Takes the state of an earlier step's checkpoint, and leaves those after it behind. Data goes on
         there, but for what is passed over."""
         self.loader.close()
-        if isinstance(self.session.corpus.train, RowStream):
-            self.session.corpus.train.begin_anew()
+        self.session.corpus.begin_anew()
         restore(replace(self.session, from_step=step), self.engine, self.optimizer, self._say)
         self.loader = self._opened.enter_context(self._open_loader(step))
 

@@ -416,6 +416,12 @@ class RunConfig:
         "back to the newest checkpoint before them, and their batches are passed over",
         choices=("ignore", "report", "rollback"),
     )
+    on_out_of_memory: str = setting(
+        "stop",
+        "`smaller`: a run whose memory ran out starts again from its newest checkpoint with at most half the "
+        "micro-batch, the same global batch and the same losses; on one node, without torchrun",
+        choices=("stop", "smaller"),
+    )
     check_replicas: int = setting(
         100,
         "steps between comparisons of what replicas hold, bit by bit; also after every checkpoint. A minority takes "
