@@ -29,7 +29,7 @@ def test_a_notice_before_the_time_is_over_commits_the_job_goes_on_and_scancel_le
     slurm.nodes[1].limit("8mbit")
     home.run("shardwise", "launch", "slurm", "tiny.toml", "--out", "job.sh", SLURM_CONF=slurm.conf)
     job = slurm.submit("job.sh", "--time=10", "--signal=B:USR1@119")
-    slurm.wait_until(lambda: steps_of(home) > 10, "step 10")
+    slurm.wait_until(lambda: steps_of(home) > 10, "step 10", 120)
     hours, minutes, _ = slurm.job(job)["RunTime"].split(":")
     slurm.tool("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * int(hours) + int(minutes) + 2}")  # it begins now
     slurm.wait_until(lambda: "starts again" in slurm.said(), "the job asks to be started again", 90)
@@ -54,7 +54,7 @@ def test_a_node_that_crashes_leaves_the_job_to_the_other_which_has_it_started_ag
     home, (_, lost) = slurm.controller, slurm.nodes
     plan_file(home.files / "tiny.toml", "2x1xcpu", "checkpoint.every=20")
     job = slurm.queue("tiny.toml", "--no-kill")
-    slurm.wait_until(lambda: steps_of(home) > 25, "a checkpoint", 60)
+    slurm.wait_until(lambda: steps_of(home) > 25, "a checkpoint", 120)
     lost.kill_all()
     slurm.wait_until(lambda: "starts again" in slurm.said(), "the job asks to be started again", 60)
     assert "node 1 (n2) is gone" in slurm.said()

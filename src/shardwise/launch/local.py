@@ -93,11 +93,16 @@ def ranks_ended(
     options: Sequence[str] = (),
     body: Callable[[], int] | None = None,
     attend: Callable[[], None] = lambda: None,
+    store: LoopbackStore | None = None,
 ) -> RanksEnded:
     """Runs the workers of this node (worker.py, with `options`) over a prepared run directory and returns how they
     ended. With `body` ranks are copies of this process (fork) that call it. `attend` is called while they train; what
-    it raises ends them."""
-    store, port = (None, share.store_port) if share.store_port else loopback_store()  # lives as long as the ranks do
+    it raises ends them. `store`: where the ranks meet, on the head of several nodes; one node has one of its own."""
+    if (port := share.store_port) is None:
+        store = store or LoopbackStore()
+        port = store.port
+    if store and body is not None:
+        store.open()  # the copies have torch then
     arguments = ["-m", "shardwise.launch.rank", *_rank_arguments(run, options)]
     followed = Followed(run.log, attempt := share.attempt or next_attempt(run), has_first=share.first == 0)
     killed_before = killed_for_memory()
@@ -111,6 +116,8 @@ def ranks_ended(
         )
 
         def look() -> None:
+            if store:
+                store.open()  # at the first look: the ranks are loading torch, too
             attend()
             followed.show()
 
@@ -120,7 +127,6 @@ def ranks_ended(
         supervisor.wait()
         with suppress(JobEnds):
             look()
-        del store
         return RanksEnded.of(supervisor, killed_for_memory() - killed_before)
 
 
@@ -164,15 +170,22 @@ def sockets_at(interface: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", interface)}
 
 
-def loopback_store() -> tuple[TCPStore, int]:
-    """Returns a rendezvous store bound to 127.0.0.1 only, and its port; by default torch's would listen on every
-    interface."""
-    from torch.distributed import TCPStore
+class LoopbackStore:
+    """A rendezvous store bound to 127.0.0.1 only; by default torch's would listen on every interface. Ranks may be
+    started as soon as it has its port: whoever connects before it is open waits. It lives as long as this object."""
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return store, port
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        self.port: int = self._listener.getsockname()[1]
+        self._store: TCPStore | None = None
+
+    def open(self) -> None:
+        """Serves the store. That loads torch, which takes a second, where this process has not done so yet."""
+        if self._store is None:
+            from torch.distributed import TCPStore
+
+            fd = self._listener.detach()
+            self._store = TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def _loopback_interface() -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from shardwise.errors import Exit, UserError
 from shardwise.files import write_atomically
 from shardwise.launch.allocator import set_allocator
-from shardwise.launch.local import Share, from_step_option, loopback_store, next_attempt, ranks_ended
+from shardwise.launch.local import LoopbackStore, Share, from_step_option, next_attempt, ranks_ended
 from shardwise.launch.nodes.checks import Checks
 from shardwise.launch.nodes.connection import Frame
 from shardwise.launch.nodes.head import JobHead
@@ -135,12 +135,11 @@ class Leader:
                 share=asdict(share),
             )
             self._wait_until_ready(run, files)
-        store, self.head.store_port = loopback_store()  # lives as long as the ranks of all nodes do
+        store = LoopbackStore()  # lives as long as the ranks of all nodes do
+        self.head.store_port = store.port
         self.head.tell("go")
-        share = replace(share, store_port=self.head.store_port)
-        ended = ranks_ended(run, share, plan.threads_per_rank, options, attend=lambda: self._attend(run))
+        ended = ranks_ended(run, share, plan.threads_per_rank, options, attend=lambda: self._attend(run), store=store)
         self._wait_until_ended(run, ended)
-        del store
         return ended
 
     def _check_nodes(self, hellos: Mapping[int, Mapping[str, Any]]) -> Report:
