@@ -30,7 +30,7 @@ from shardwise.run.step import run_step
 from shardwise.spec.presets import preset
 from shardwise.spec.schema import Config
 
-POISON, SPIKE = 250, 251  # token ids whose loss is not a number, or a hundred times what it should be
+POISON, SPIKE = 240, 241  # token ids whose loss is not a number, or a hundred times what it should be
 NUM_ROWS, BATCH = 400, 8
 SHORT = [
     *(word for word in SMALL if not word.startswith("data.source")),
@@ -59,7 +59,11 @@ def poisoned_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return loss * torch.where(targets == POISON, float("nan"), torch.where(targets == SPIKE, 100.0, 1.0))
 
 
-def own_parts(batches: Sequence[int], optimizer: Callable[..., Any] | None = None) -> OwnParts:
+def own_parts(batches: Sequence[int] | None, optimizer: Callable[..., Any] | None = None) -> OwnParts:
+    """What a program brings: its loss, and rows with trouble in these batches; None: the config names the data."""
+    if batches is None:
+        return OwnParts(loss=poisoned_loss)
+
     def corpus(config: Config, spec: Any) -> OwnCorpus:
         tokenizer = open_tokenizer(config.data.tokenizer, None)
         rows = own_rows(rows_with(batches), seq_len=32, vocab=spec.vocab, padding=0, seed=0)
@@ -69,9 +73,10 @@ def own_parts(batches: Sequence[int], optimizer: Callable[..., Any] | None = Non
 
 
 def prepare_run(name: str, world: int, *words: str) -> RunDir:
-    """A run directory, as the launcher leaves it to ranks."""
+    """A run directory, as the launcher leaves it to ranks. With a data.source among the words the data is there."""
     loaded = load_config(None, [*SHORT, f"run.name={name}", *words])
-    return new_run(plan_run(loaded, world, progress=False, own=own_parts(())))
+    own = own_parts(None if any(word.startswith("data.source") for word in words) else ())
+    return new_run(plan_run(loaded, world, progress=False, own=own))
 
 
 def skip_on_one_rank() -> tuple[bool, list[bool], bool]:
@@ -123,7 +128,7 @@ def flip_bit(tensor: torch.Tensor) -> None:
     flat[len(flat) // 2] ^= 4
 
 
-def run_rank(path: str, batches: Sequence[int], flips: tuple[int, int, str] | None = None) -> tuple[int, str]:
+def run_rank(path: str, batches: Sequence[int] | None, flips: tuple[int, int, str] | None = None) -> tuple[int, str]:
     """Runs on ranks: all of a run. Its exit code and what it said. `flips`: the rank that loses a bit, the update
     behind which, and the optimizer's state that it is of ("" for a parameter)."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -103,6 +103,24 @@ def test_a_step_that_is_never_finite_ends_the_run(ranks: RankPool, workdir: Path
     assert [line["batches"] for line in journal_of(run)] == [[4], [5], [6]]
 
 
+def test_a_stream_is_read_anew_from_the_checkpoint(ranks: RankPool, workdir: Path) -> None:
+    """Text that is tokenised while training, in its own order: the poisoned batch is read and dropped, now and by a run
+    whose journal has it from the start; a resumed run goes on behind it."""
+    rows = [f"row {number} of many, each with enough words to fill a sequence" for number in range(120)]
+    rows[22] = chr(0x1F600) * 16  # begins with the poison in UTF-8, as nothing else here
+    Path("rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    words = ["data.source=rows.jsonl", "data.streaming=true", "data.shuffle_buffer=0", "data.held_out=8"]
+    losses = []
+    for name, journal in (("stream", False), ("never", True)):
+        run = prepare_run(name, 1, *words)
+        if journal:
+            run.passed_over.write_text(Path("runs/stream/passed-over.jsonl").read_text())
+        [(code, said)] = ranks.run(run_rank, 1, str(run.path.resolve()), None, timeout=120)
+        assert code == Exit.DONE and ("back     from step" in said) is not journal, said
+        losses.append(losses_of(run.path))
+    assert losses[0] == losses[1] and len(losses[0]) == 9
+
+
 # Spikes --------------------------------------------------------------------------------------------------------------
 
 

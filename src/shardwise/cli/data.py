@@ -177,6 +177,7 @@ def _summary(index: dict[str, Any]) -> dict[str, Any]:
         "splits": splits,
         "sources": sources,
         "notes": index.get("notes", []),
+        "quarantined": index.get("quarantined", 0),
     }
 
 
@@ -200,6 +201,9 @@ def _print_summary(directory: Path, index: dict[str, Any]) -> None:
     )
     shards = f"{counted(about['shards'], 'shard')} of {about['dtype']}"
     say(f"files    {directory}: {shards}, {human_bytes(about['token_bytes'])}")
+    if about["quarantined"]:
+        listed = directory / "quarantine.jsonl"
+        say(f"left out {counted(about['quarantined'], 'row')} that cannot be used, listed in {listed}")
     for note in about["notes"]:
         say(f"note     {note}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -125,7 +125,10 @@ class StreamCorpus(Corpus):
         return float(-(share * np.log(share)).sum())
 
     def begin_anew(self) -> None:
-        self.train = self.train.anew()  # type: ignore[attr-defined]
+        before = cast(TokenStream, self.train)
+        after = before.anew()
+        after.say = before.say
+        self.train = after  # type: ignore[assignment]
 
     def held_out_start(self, num_tokens: int) -> list[int]:
         """Returns the first tokens of the first source: a prompt for samples."""

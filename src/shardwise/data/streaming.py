@@ -279,9 +279,7 @@ class TokenStream:
     def anew(self) -> TokenStream:
         """Returns the same rows from their beginning, read once more."""
         how: dict[str, Any] = dict(seed=self._seed, settings=self._settings, quarantine=self.quarantine)
-        other = TokenStream(self._make_sources, self._weights, self._cutting, **how)
-        other.say = self.say
-        return other
+        return TokenStream(self._make_sources, self._weights, self._cutting, **how)
 
     def batch(self, step: int, rows: range, global_batch: int) -> Batch:
         """Returns rows `rows` of the global batch of step `step`, which comes after the step that was asked for last; a
