@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         config.adapter,
         config.train.clip,
         config.train.seed,
+        "sdpa" if question.spec.is_ours else config.model.attention,
         documents=config.data.document_mask is True,
         device=question.on_cluster.device,
     )

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.checkpoint.store import Checkpoint
 from shardwise.config.units import format_bytes
@@ -138,6 +139,12 @@ def _perform(task: tuple[RehearsedJob, RankClasses, tuple[int, ...]]) -> dict[in
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or ["without a word"]
+        if not job.spec.is_ours and type(error).__module__ == FakeTensorMode.__module__:
+            raise UserError(
+                f"{job.spec.name} cannot be rehearsed",
+                why=f"transformers' own code of it computes as many values as others say: {lines[0][:200]}",
+                fix="`shardwise verify` proves the layout, and `shardwise plan` predicts its memory",
+            ) from error
         stage = job.plan.coordinates(rank).pp
         what = f"the program of rank {rank} (stage {stage}) ends with {type(error).__name__}"
         return Fault("program", what, lines[0][:300], REPORT, (rank,))

@@ -83,10 +83,17 @@ class _Values(TorchDispatchMode):
         if func is aten.empty.memory_format and kwargs.get("dtype") is torch.int32:
             with unset_fake_temporarily():  # DDP's bucket numbers, which its C++ part writes and reads
                 return func(*args, **kwargs)
+        if func is GROUPED_MM and args[0].ndim == 2:
+            return self._grouped(args[0], args[1], kwargs["offs"] if "offs" in kwargs else args[2])
         result = func(*args, **kwargs)
         packet = func._overloadpacket
-        if func is GROUPED_MM:  # rows of all experts together, whichever expert has how many
-            self.computed(2.0 * args[0].numel() * args[1].shape[-1])
-        elif packet in flop_registry:
+        if packet in flop_registry:
             self.computed(float(flop_registry[packet](*args, **kwargs, out_val=result)))
         return result
+
+    def _grouped(self, a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
+        """Returns the sizes of a grouped matmul of rows, or of the sums over each expert's rows, in any format: torch
+        knows them in bf16 only, where CPUs compute others too."""
+        self.computed(2.0 * a.numel() * b.shape[-1])  # over the rows of all experts together
+        shape = (a.shape[0], b.shape[2]) if b.ndim == 3 else (ends_E.shape[0], a.shape[0], b.shape[1])
+        return a.new_empty(shape)
