@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def test_experts_balance_over_all_ranks_as_in_one_process(ranks, tmp_path):
 def test_ctrl_c_commits_and_the_run_goes_on_exactly(ranks, tmp_path):
     """In fp64, because nobody knows how many steps it will have done: in fp32 roundings grow with them."""
     exact = [*LONG, "memory.precision=fp64"]
-    process = start_command("train", "--nproc", 2, *exact, cwd=tmp_path)
+    process = WarmProcess(ranks, "train", "--nproc", 2, *exact, cwd=tmp_path)
     run = tmp_path / "runs/long"
     wait_for_step(run, 3, process)
     os.kill(process.pid, signal.SIGINT)
@@ -192,9 +193,25 @@ def contents(folder: Path) -> dict[str, str]:
     return found
 
 
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def until(holds: Callable[[], bool], deadline_s: float = 30.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not holds():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.02)
+
+
 def test_a_stopped_rank_does_not_keep_anybody_from_ending_the_run(ranks, tmp_path):
     process = WarmProcess(ranks, "train", "--nproc", 2, "--no-verify", *LONG, cwd=tmp_path)
     wait_for_step(tmp_path / "runs/long", 2, process)
+    everybody = [process.pid, *children(process.pid)]
+    os.kill(process.pid, signal.SIGTSTP)  # Ctrl-Z
+    until(lambda: {state_of(pid) for pid in everybody} == {"T"})
+    os.kill(process.pid, signal.SIGCONT)
+    until(lambda: "T" not in {state_of(pid) for pid in everybody})
     os.kill(sorted(children(process.pid))[1], signal.SIGSTOP)
     began = time.monotonic()
     for _ in range(2):

@@ -43,13 +43,15 @@ def test_a_run_whose_process_is_stopped_is_paused_and_says_who_holds_it(tmp_path
     code += "with RunDir(Path(sys.argv[1])).lock(): print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, run.path], stdout=subprocess.PIPE) as holder:
         assert holder.stdout and holder.stdout.readline() == b"held\n"
-        assert run.state() == "running" and run.holder() == f"process {holder.pid} on {socket.gethostname()}"
-        holder.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 10
-        while run.state() != "paused" and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert run.state() == "paused"
-        holder.kill()
+        try:
+            assert run.state() == "running" and run.holder() == f"process {holder.pid} on {socket.gethostname()}"
+            holder.send_signal(signal.SIGSTOP)
+            deadline = time.monotonic() + 10
+            while run.state() != "paused" and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert run.state() == "paused"
+        finally:
+            holder.kill()
     assert run.state() == "unfinished" and "left behind" in run.holder()
 
 

@@ -7,6 +7,7 @@ rank, so a signal is answered within a tenth of a second, whatever the ranks do.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ STOP_S = 10.0  # for a step to end that somebody has asked to be the last
 STOP_STEPS = 3.0  # of the longest step so far, where that is more
 KILL_S = 30.0  # for the system to end what was killed; longer only where a driver holds it
 STACKS_AGAIN_S = 5.0
+PAUSE = [signal.SIGTSTP] if hasattr(signal, "SIGTSTP") else []
 
 
 class JobEnds(Exception):
@@ -59,7 +61,7 @@ class Supervisor:
 
     def wait(self) -> None:
         """Returns when all ranks have ended."""
-        with answering(stop_signals(), self._hear):
+        with answering(stop_signals(), self._hear), answering(PAUSE, self._pause):
             try:
                 while self._go_on():
                     time.sleep(LOOK_EVERY_S)
@@ -72,6 +74,12 @@ class Supervisor:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.asked.append(number)
+
+    def _pause(self, number: int, frame: FrameType | None) -> None:
+        """Answers Ctrl-Z, which reaches this process alone: the ranks pause with it, and go on with it."""
+        self.ranks.send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.ranks.send(signal.SIGCONT)
 
     def _go_on(self) -> bool:
         """Does what is due; returns whether ranks are running."""

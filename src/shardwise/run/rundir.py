@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,9 @@ NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", *FINITE)
 
 MIRROR_SIGN = ".mirror"
 """Marks a directory that mirrors another node's run (launch/nodes/mirror.py), and says of which."""
+
+
+SILENT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -186,9 +190,16 @@ class RunDir:
         """Returns `running`, `paused` where the process that trains is stopped, `finished`, `stopped`, `failed`, or
         `unfinished` where no process holds the run and no last event was written."""
         if self.is_locked():
-            return "paused" if is_paused(self.path) else "running"
+            return "paused" if is_paused(self.path) and self._is_silent() else "running"
         event = self.last_event()
         return event["event"] if event and event["event"] in ("finished", "stopped", "failed") else "unfinished"
+
+    def _is_silent(self) -> bool:
+        """Returns whether no line was written for a while: ranks go on when somebody stops their launcher alone."""
+        try:
+            return time.time() - self.metrics.stat().st_mtime > SILENT_S
+        except OSError:
+            return True
 
     def read_plan(self) -> dict[str, Any]:
         """Returns the content of plan.json. It is empty if the file is missing or cannot be read: listing runs must not
