@@ -94,7 +94,7 @@ def test_a_step_that_is_never_finite_ends_the_run(ranks: RankPool, workdir: Path
     run = prepare_run("hopeless", 2, "parallel.layout=dp=2")
     found = ranks.run(run_rank, 2, str(run.path.resolve()), (2,), timeout=120)
     assert [code for code, _ in found] == [Exit.DIVERGED] * 2
-    assert "not gone back to a checkpoint: there is no checkpoint of before" in found[0][1]
+    assert "not gone back to a checkpoint: there is no good checkpoint of before" in found[0][1]
     assert not run.passed_over.exists() and not any(run.checkpoints.iterdir())
     run = prepare_run("again", 2, "parallel.layout=dp=2")
     found = ranks.run(run_rank, 2, str(run.path.resolve()), (4, 5, 6, 7), timeout=120)

@@ -67,7 +67,7 @@ def test_without_a_checkpoint_from_before_the_run_ends_and_says_why(ranks: RankP
     found = ranks.run(run_rank, 2, str(run.path.resolve()), (), (1, 1, ""), timeout=120)
     assert [code for code, _ in found] == [Exit.HARDWARE] * 2
     assert "error: step 2: replicas of the model do not hold the same bits any more" in found[0][1]
-    assert "there is no checkpoint of before" in found[0][1] and not any(run.checkpoints.iterdir())
+    assert "there is no good checkpoint of before" in found[0][1] and not any(run.checkpoints.iterdir())
 
 
 def test_every_layout_with_replicas_sees_a_bit(ranks: RankPool) -> None:

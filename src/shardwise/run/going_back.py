@@ -9,10 +9,12 @@ most: what happens again and again is not in the data.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 
 from shardwise.checkpoint import store
 from shardwise.errors import UserError
+from shardwise.parallel.collect import exchange
 from shardwise.parallel.mesh import Mesh
 from shardwise.run.session import Session
 
@@ -51,9 +53,9 @@ class GoingBack:
         if not self.session.corpus.can_begin_anew:
             self.why_not = "data yields its rows once"
             return None
-        step = self.mesh.agree(self._newest_good(trouble.newest) if self.mesh.rank == 0 else 0)
+        step = self._newest_good(trouble.newest)
         if not step:
-            self.why_not = "there is no checkpoint of before"
+            self.why_not = "there is no good checkpoint of before, on every node"
         elif self.times[step] == MOST_TIMES:
             self.why_not = f"it happened again after going back to step {step} {MOST_TIMES} times"
         else:
@@ -62,12 +64,17 @@ class GoingBack:
         return None
 
     def _newest_good(self, limit: int) -> int:
-        """Returns the newest step of at most `limit` whose checkpoint holds; 0 for none."""
-        for checkpoint in store.committed(self.session.run.checkpoints):
-            try:
-                if checkpoint.step <= limit:
-                    checkpoint.verify()
-                    return checkpoint.step
-            except UserError:
-                continue
+        """Collective. Returns the newest step of at most `limit` whose checkpoint holds and is seen by every rank; 0
+        for none. Nodes that do not share a directory have what was there when the run started."""
+        parent, ranks, mesh = self.session.run.checkpoints, self.session.ranks, self.mesh
+        seen = exchange([checkpoint.step for checkpoint in store.committed(parent)], mesh)
+        with suppress(UserError):  # all are damaged
+            found, _ = store.newest_good(
+                parent,
+                verify=self.session.config.checkpoint.verify,
+                steps=[step for step in seen[0] if step <= limit and all(step in theirs for theirs in seen)],
+                share=(0, 1) if mesh.is_alone else (ranks.local_rank, ranks.local_world),
+                agree=lambda problem: next((one for one in exchange(problem, mesh) if one), ""),
+            )
+            return found.step if found else 0
         return 0
