@@ -17,25 +17,25 @@ CHUNK = 4096
 GROUPS = ("weights", "optimizer", "rng")
 
 
-def tensors(step: int) -> dict[str, dict[str, Tensor]]:
+def tensors(step: int, rows: int = 50) -> dict[str, dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(step)
     weights = {f"layer.{i}.weight": torch.randn(24, 40, generator=draw) for i in range(6)}
-    weights |= {"norm.weight": torch.randn(40, generator=draw), "embed.weight": torch.randn(600, 40, generator=draw)}
+    weights |= {"norm.weight": torch.randn(40, generator=draw), "embed.weight": torch.randn(rows, 40, generator=draw)}
     states = {f"exp_avg/{name}": value + 1 for name, value in weights.items()}
     counters = {f"step/{name}": torch.tensor(float(step)) for name in weights}
     return {"weights": weights, "optimizer": states | counters, "rng": {"cpu": torch.randint(0, 9, (2, 500)).byte()}}
 
 
-def save(parent: Path, step: int, state: dict[str, Any], keep: int = 9) -> None:
+def save(parent: Path, step: int, state: dict[str, Any], keep: int = 9, rows: int = 50) -> None:
     """Two ranks hold halves of every matrix, and all of the rest."""
-    whole = {(group, name): value for group, named in tensors(step).items() for name, value in named.items()}
+    whole = {(group, name): value for group, named in tensors(step, rows).items() for name, value in named.items()}
     held: list[list[HeldSlice]] = []
     for rank in (0, 1):
         mine = []
         for (group, name), value in whole.items():
-            rows = value.shape[0] // 2 if value.ndim > 1 else 0
-            shape = (rows, *value.shape[1:]) if rows else tuple(value.shape)
-            offsets = (rank * rows, *[0] * (value.ndim - 1)) if rows else (0,) * value.ndim
+            half = value.shape[0] // 2 if value.ndim > 1 else 0
+            shape = (half, *value.shape[1:]) if half else tuple(value.shape)
+            offsets = (rank * half, *[0] * (value.ndim - 1)) if half else (0,) * value.ndim
             mine.append(HeldSlice(group, name, NAMED[value.dtype], offsets, shape))
         held.append(mine)
     shared = share_out(held, [True, True])
@@ -56,7 +56,8 @@ def save(parent: Path, step: int, state: dict[str, Any], keep: int = 9) -> None:
 
 def is_whole(checkpoint: store.Checkpoint) -> bool:
     """Whether what is read is what was saved for its step."""
-    for group, named in tensors(checkpoint.step).items():
+    rows = checkpoint.manifest().tensors("weights")["embed.weight"].shape[0]
+    for group, named in tensors(checkpoint.step, rows).items():
         found = checkpoint.load(group)
         if found.keys() != named.keys():
             return False

@@ -60,6 +60,7 @@ def test_a_checkpoint_of_a_later_version_is_refused_rather_than_passed_over(tmp_
 
 # Crash points --------------------------------------------------------------------------------------------------------
 
+ROWS = 600  # of one matrix, so that there are enough writes
 CUT = 77  # the exit code of a process that dies in a save
 
 
@@ -110,7 +111,7 @@ def _dying(point: int, parent: Path, loses_power: bool) -> int:
     os.ftruncate = counted(os.ftruncate)
     changes = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
     sys.addaudithook(lambda event, _: tick() if event in changes else None)
-    small.save(parent, 2, {"seed": 1}, keep=1)
+    small.save(parent, 2, {"seed": 1}, keep=1, rows=ROWS)
     return 0
 
 
@@ -118,7 +119,7 @@ def crash_everywhere() -> tuple[int, list[str]]:
     """How many points there are, and what was wrong after dying at any of them."""
     home = tempfile.mkdtemp(dir=next((path for path in ("/dev/shm",) if os.path.isdir(path)), None))  # quick to flush
     parent, template = Path(home) / "run", Path(home) / "template"
-    small.save(template, 1, {"seed": 1})
+    small.save(template, 1, {"seed": 1}, rows=ROWS)
     point, wrong, ended, steps = 0, [], 0, []
     while ended < 1:
         point += 1

@@ -196,7 +196,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    small.save(folder, 2, {"seed": 1})
+    small.save(folder, 2, {"seed": 1}, rows=600)
     return folder / "step-2"
 
 
