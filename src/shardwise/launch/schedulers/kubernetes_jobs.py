@@ -1,5 +1,5 @@
-"""The objects that start the pods of a job again and again until it is done: an Indexed Job, which needs no operator,
-and on request a JobSet, Kubeflow's TrainJob or its older PyTorchJob.
+"""The objects that start the pods of a job again until it is done: an Indexed Job with a headless Service, which need
+no operator, and on request a JobSet, Kubeflow's TrainJob or its older PyTorchJob.
 
 Invariant: where the kind can tell exit codes apart, 75 and 5 start again, and what would end the same way does not.
 """
