@@ -8,6 +8,7 @@ import faulthandler
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from shardwise.errors import Exit
 from shardwise.launch.judge import KNOWN_STEPS, QUICK_S, Patience, Sign, suspect
 from shardwise.launch.memory_kills import killed_for_memory
 from shardwise.launch.outcome import Failure, RanksEnded, cause_of, together
-from shardwise.launch.signs import Watch
+from shardwise.launch.signs import Watch, main_stack
 from shardwise.run.clock import Span
 from shardwise.run.guards import LOST_PEER
 from shardwise.run.heartbeat import CELLS, STACK_SIGNAL, Heartbeat, Heartbeats, Pulse, heartbeat_of
@@ -105,6 +106,40 @@ def test_a_heartbeat_says_what_its_rank_is_at_and_a_look_counts_what_it_could_ha
         assert watch.look()[1].still_s == 0
         sleeper.kill()
         faulthandler.unregister(STACK_SIGNAL)
+
+
+HOLDS = """
+import re, sys
+from shardwise.run.heartbeat import heartbeat_of
+heartbeat_of(sys.argv[1]).step(1)
+print("up", flush=True)
+sys.stdin.readline()
+re.match("(a+)+$", "a" * 60 + "b")
+"""
+
+
+def test_one_call_that_holds_the_interpreter_ends_the_beat_and_its_stack_is_seen():
+    with Heartbeats(1) as heartbeats:
+        command, kept = [sys.executable, "-c", HOLDS, heartbeats.variable(0)], heartbeats.descriptors
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=kept) as process:
+            try:
+                assert process.stdin and process.stdout and process.stdout.readline() == b"up\n"
+                watch = Watch(heartbeats, {0: process.pid})
+                beats = watch.pulse(0).beat
+                deadline = time.monotonic() + 60
+                while watch.pulse(0).beat == beats and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                assert watch.pulse(0).beat > beats, "it waits, and beats"
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+                while (seen := watch.look()[0]).beatless_s < 0.6 and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                stack = main_stack(watch.stacks()[0])
+            finally:
+                process.kill()
+    assert seen.beatless_s >= 0.6 and seen.still_s >= 0.6
+    assert "in match" in stack and stack.index("in match") < stack.index("in <module>")
 
 
 def test_noting_a_span_costs_a_few_microseconds():

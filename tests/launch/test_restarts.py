@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.main import main
 from shardwise.errors import Exit
 from shardwise.launch import restarts
 from shardwise.launch.outcome import Failure, RanksEnded
@@ -85,6 +86,9 @@ def test_as_often_as_asked_and_then_a_verdict(run: RunDir, capsys: pytest.Captur
     verdict = json.loads((run.crash / "verdict.json").read_text())
     assert (verdict["fault"], verdict["rank"], verdict["step"], verdict["saved"]) == ("KILLED", 1, 9, 0)
     assert run.state() == "failed"
+    assert main(["watch", str(run.path), "--once"]) == Exit.DONE
+    assert "class    KILLED: it was not sent from here" in (shown := capsys.readouterr().out), shown
+    assert f"lost     {lines[3][9:]}" in shown and "restarts 2 so far" in shown
 
 
 def test_a_run_that_keeps_failing_at_one_step_ends_whatever_is_left(run: RunDir, capsys: pytest.CaptureFixture[str]):

@@ -105,6 +105,17 @@ def _follow(found: RunDir) -> int:
     return Exit.DONE
 
 
+def _verdict(found: RunDir) -> list[str]:
+    """Returns the lines of what the launcher has found out about a failure, which it does not for a rank that has said
+    why itself."""
+    from shardwise.foreign_json import read_object
+    from shardwise.launch.verdict import VERDICT, lost_line
+
+    verdict = read_object(found.crash / VERDICT)
+    lost = lost_line(verdict["step"], verdict["saved"], verdict["lost_s"])
+    return [f"class    {verdict['fault']}: {verdict['why']}", f"lost     {lost}"]
+
+
 def _print_state(found: RunDir) -> None:
     from shardwise.report.memory import measured_memory
     from shardwise.report.predicted_and_measured import comparison_lines
@@ -137,6 +148,8 @@ def _print_state(found: RunDir) -> None:
     if state in ("failed", "stopped", "unfinished"):
         why = event.get("why") or "it ended without a last word (killed, or the machine went down)"
         say(f"why      {why}")
+        for line in _drawn(lambda: _verdict(found)) or () if state == "failed" else ():
+            say(line)
         for file in sorted(found.crash.glob("*.txt")):
             last = file.read_text(encoding="utf-8").strip().splitlines()[-1:]
             say(f"crash    {file}: {''.join(last)}")

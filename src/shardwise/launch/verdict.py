@@ -54,8 +54,7 @@ def _failed(run: RunDir, cause: Cause, remark: str) -> int:
         what.ljust(SECOND_COLUMN) + f" exit {int(cause.code)}, resumable",
         f"  who    {cause.who}",
         f"  why    {cause.why}" + f"; {remark}" * bool(remark),
-        f"  lost   {in_words(done, saved, seconds)}; "
-        + (f"step {saved} is committed" if saved else "no checkpoint was committed yet"),
+        f"  lost   {lost_line(done, saved, seconds)}",
         f"  do     {run.how_to_resume()}",
     ]
     if cause.fault == "MEMORY":
@@ -81,6 +80,12 @@ def in_words(done: int, saved: int, seconds: float) -> str:
     """Returns what is lost: the steps since the newest checkpoint, and the time they took."""
     lost = max(0, done - saved)
     return f"{counted(lost, 'step')}, {format_seconds(seconds)}" if lost else "only the step it was at"
+
+
+def lost_line(done: int, saved: int, seconds: float) -> str:
+    """Returns what is lost and what is kept, in words."""
+    kept = f"step {saved} is committed" if saved else "no checkpoint was committed yet"
+    return f"{in_words(done, saved, seconds)}; {kept}"
 
 
 def _stopped(run: RunDir, ended: RanksEnded, cause: Cause | None = None) -> int:
