@@ -59,6 +59,7 @@ def test_a_loss_spike_is_gone_back_before_or_told_of(ranks: RankPool, workdir: P
     words, batches = ["train.steps=42", "checkpoint.keep=3"], (-36, -37, -38)
     run, said = trained(ranks, "spike", 2, batches, *words, "run.on_spike=rollback", "parallel.layout=pp=2")
     assert "back     from step 38 to the checkpoint of step 33: a loss spike, " in said
+    assert "resume " not in said  # it is no other process
     assert [line["batches"] for line in journal_of(run)] == [[35, 36, 37, 38]]
     told, said = trained(ranks, "told", 1, batches, *words)
     assert "spike    step 38: a loss spike, " in said and not told.passed_over.exists()

@@ -9,6 +9,7 @@ most: what happens again and again is not in the data.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -43,8 +44,8 @@ class WayBack:
 class GoingBack:
     """Knows where a run can go back to, and how often it did."""
 
-    def __init__(self, session: Session, mesh: Mesh):
-        self.session, self.mesh = session, mesh
+    def __init__(self, session: Session, mesh: Mesh, say: Callable[[str], None]):
+        self.session, self.mesh, self.say = session, mesh, say
         self.times: Counter[int] = Counter()  # by checkpoint
         self.why_not = ""  # in words, where there was no way back
 
@@ -69,12 +70,14 @@ class GoingBack:
         parent, ranks, mesh = self.session.run.checkpoints, self.session.ranks, self.mesh
         seen = exchange([checkpoint.step for checkpoint in store.committed(parent)], mesh)
         with suppress(UserError):  # all are damaged
-            found, _ = store.newest_good(
+            found, damaged = store.newest_good(
                 parent,
                 verify=self.session.config.checkpoint.verify,
                 steps=[step for step in seen[0] if step <= limit and all(step in theirs for theirs in seen)],
                 share=(0, 1) if mesh.is_alone else (ranks.local_rank, ranks.local_world),
                 agree=lambda problem: next((one for one in exchange(problem, mesh) if one), ""),
             )
+            for line in damaged:
+                self.say(line)
             return found.step if found else 0
         return 0

@@ -58,7 +58,7 @@ class Setup:
         torch.default_generator.manual_seed(config.train.seed)
         passed_over = batches_in(session.run.passed_over) if session.ranks.is_first else []
         self.passed_over = session.inputs.passed_over = PassedOver(exchange(passed_over, self.engine.mesh)[0])
-        self._opened, self._say = opened, listener.say
+        self._opened, self.say = opened, listener.say
         self.done = restore(session, self.engine, self.optimizer, listener.say)  # steps of earlier processes
         self.saver = opened.enter_context(open_saver(session, self.engine, self.optimizer, listener.say))
         if self.done and isinstance(session.corpus.train, RowStream) and not session.corpus.train.has_state:
@@ -83,10 +83,10 @@ class Setup:
 
     def go_back(self, step: int) -> None:
         """Collective. Takes the state of an earlier step's checkpoint, and leaves those after it behind. Data goes on
-        there, but for what is passed over."""
+        there, but for what is passed over. Whoever asks for it says so."""
         self.loader.close()
         self.session.corpus.begin_anew()
-        restore(replace(self.session, from_step=step), self.engine, self.optimizer, self._say)
+        restore(replace(self.session, from_step=step), self.engine, self.optimizer, lambda line: None)
         self.loader = self._opened.enter_context(self._open_loader(step))
 
     def _open_loader(self, done: int) -> Loader:

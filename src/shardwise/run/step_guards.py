@@ -45,7 +45,7 @@ class StepGuards:
         self.non_finite = NonFinite(config.on_nan)
         self.spikes = Spikes()
         self.replicas = ReplicaCheck(setup.engine, setup.optimizer, config.check_replicas, setup.done)
-        self.going_back = GoingBack(setup.session, setup.engine.mesh)
+        self.going_back = GoingBack(setup.session, setup.engine.mesh, setup.say)
 
     def digests(self, step: int, saved: int) -> torch.Tensor | None:
         """Returns what this rank adds to the step's all-reduce, where replicas are compared in it. `saved`: the step of
