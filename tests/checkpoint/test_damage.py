@@ -37,8 +37,9 @@ def test_each_of_a_thousand_flipped_bits_is_found_and_the_checkpoint_before_is_u
         checkpoint, skipped = store.newest_good(tmp_path)
         assert checkpoint is not None and checkpoint.step == 1, f"byte {at} of {file.name} is not missed"
         assert len(skipped) == 1 and skipped[0].startswith("passing over step-2: ")
+        assert skipped[0].endswith(f"({file.name})"), skipped
         if named := manifest.tensors_in(file.name, at, at + 1):
-            shown = skipped[0].split("which hold ")[1]
+            shown = skipped[0].split("which hold ")[1].rsplit(" (", 1)[0]
             num_named += named[0] in shown
             assert named[0] in shown or "more" in shown, skipped
         file.write_bytes(content)

@@ -35,12 +35,21 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def damaged(file: Path, why: str) -> UserError:
+class DamagedFile(UserError):
+    """Is raised for a checkpoint file that cannot be used."""
+
+    file: Path
+
+
+def damaged(file: Path, why: str) -> DamagedFile:
     """Returns the error for a checkpoint file that cannot be used."""
     if (file.parent / "config.json").is_file():
-        return UserError(f"{file} is damaged", why=why, fix="fetch or write the model again")
-    return UserError(
-        f"checkpoint file {file} is damaged",
-        why=why,
-        fix="`shardwise resume RUN --from STEP` with an older step; `ls RUN/checkpoints` lists them",
-    )
+        error = DamagedFile(f"{file} is damaged", why=why, fix="fetch or write the model again")
+    else:
+        error = DamagedFile(
+            f"checkpoint file {file} is damaged",
+            why=why,
+            fix="`shardwise resume RUN --from STEP` with an older step; `ls RUN/checkpoints` lists them",
+        )
+    error.file = file
+    return error

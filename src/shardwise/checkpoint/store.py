@@ -27,12 +27,11 @@ from uuid import uuid4
 import torch
 
 from shardwise.checkpoint import listing
-from shardwise.checkpoint.listing import MANIFEST, damaged, step_of
+from shardwise.checkpoint.listing import MANIFEST, DamagedFile, damaged, step_of
 from shardwise.checkpoint.manifest import (
     CHUNK,
     SCHEMA,
     CheckpointManifest,
-    UnusableHere,
     in_order,
     parse,
     read_manifest,
@@ -277,7 +276,7 @@ def newest_good(
         candidates = committed(parent)
     for checkpoint in candidates:
         error = _problem(checkpoint, verify, share)
-        why = agree(error.why if error else "")
+        why = agree(f"{error.why} ({error.file.name})" if error else "")
         if not why:
             return checkpoint, skipped
         if at_step is not None:
@@ -292,7 +291,7 @@ def newest_good(
     return None, skipped
 
 
-def _problem(checkpoint: Checkpoint, verify: bool, share: tuple[int, int]) -> UserError | None:
+def _problem(checkpoint: Checkpoint, verify: bool, share: tuple[int, int]) -> DamagedFile | None:
     """Returns what is wrong with a checkpoint, if anything is."""
     try:
         if verify:
@@ -300,9 +299,7 @@ def _problem(checkpoint: Checkpoint, verify: bool, share: tuple[int, int]) -> Us
         else:
             checkpoint.manifest()
         return None
-    except UnusableHere:
-        raise
-    except UserError as error:
+    except DamagedFile as error:
         return error
 
 
