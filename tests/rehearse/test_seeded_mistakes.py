@@ -22,7 +22,8 @@ from shardwise.parallel.expert import dispatch
 from shardwise.parallel.pipeline import execute
 from shardwise.parallel.tensor import slices
 from shardwise.rehearse import classes, coverage
-from shardwise.rehearse.classes import whole_shapes
+from shardwise.rehearse.classes import Shapes
+from shardwise.rehearse.coverage import check_resume
 from shardwise.rehearse.fault import Fault
 from shardwise.rehearse.match import World, match
 from shardwise.rehearse.perform import RehearsedJob, perform
@@ -253,8 +254,9 @@ def test_what_does_not_fit_is_named(name):
 
 def test_a_disk_that_is_too_small_is_named():
     job = job_for(**ON_DISK)
-    needed = sum(program.disk.space for program in rehearse(job, LIMIT).programs) * 2
-    assert rehearse(job, LIMIT, room=needed).holds
+    enough = rehearse(job, LIMIT, room=LIMIT)
+    assert enough.holds
+    needed = sum(program.disk.space for program in enough.programs) * 2
     assert [fault.kind for fault in rehearse(job, LIMIT, room=needed - 1).faults] == ["disk"]
 
 
@@ -265,11 +267,16 @@ CHECKPOINTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_resume_that_cannot_load_is_found(name, tmp_path):
+def test_a_resume_that_cannot_load_is_found(tmp_path):
     job = job_for(**SHARDED)
-    weights = {name: torch.empty(shape) for name, shape in whole_shapes(job.spec).items()}
-    right = store.write(tmp_path / "step-1", 1, {"weights": weights}, {})
-    assert rehearse(job, LIMIT, checkpoint=right).holds
-    wrong = store.write(tmp_path / "step-2", 2, {"weights": CHECKPOINTS[name](weights)}, {})
+    shapes = Shapes(job.spec, job.plan)
+    weights = {name: torch.empty(shape) for name, shape in shapes.whole.items()}
+
+    def stored(step: int, tensors: dict[str, torch.Tensor]) -> store.Checkpoint:
+        return store.write(tmp_path / f"step-{step}", step, {"weights": tensors}, {})
+
+    for step, (name, change) in enumerate(CHECKPOINTS.items(), 2):
+        wrong = stored(step, change(weights))
+        assert {fault.kind for fault in check_resume(wrong, shapes, frozenset())} == {"resume"}, name
     assert {fault.kind for fault in rehearse(job, LIMIT, checkpoint=wrong).faults} == {"resume"}
+    assert check_resume(stored(1, weights), shapes, frozenset()) == []
