@@ -103,11 +103,6 @@ def suspect(signs: Sequence[Sign], patience: Patience, *, is_whole: bool) -> Sus
     return None
 
 
-def is_worth_a_look(signs: Sequence[Sign], patience: Patience) -> bool:
-    """Returns whether something may be wrong, so that stacks are worth asking for."""
-    return any(sign.pulse.is_ready and sign.still_s >= patience.quick_s(signs) for sign in signs)
-
-
 def other_collective(signs: Sequence[Sign]) -> Suspicion | None:
     """Returns the rank whose collectives of this step differ from those of its own step before, None where all are the
     same."""

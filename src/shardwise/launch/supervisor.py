@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
 
-from shardwise.launch.judge import Patience, Suspicion, is_worth_a_look, suspect
+from shardwise.launch.judge import Patience, Suspicion, suspect
 from shardwise.launch.processes import RankProcesses
 from shardwise.launch.signs import Watch, main_stack
 from shardwise.run.guards import INTERRUPT, LOST_PEER, answering, stop_signals
@@ -113,10 +113,9 @@ class Supervisor:
     def _judge(self, now: float) -> None:
         """Ends the rank that holds the others up."""
         signs = self.watch.look(with_calls=False)
-        found = suspect(signs, self.patience, is_whole=self.is_whole)
-        if found is None and not is_worth_a_look(signs, self.patience):
+        if suspect(signs, self.patience, is_whole=self.is_whole) is None:
             return
-        if found is None and now - self._looked_at_stacks < STACKS_AGAIN_S:
+        if now - self._looked_at_stacks < STACKS_AGAIN_S:  # they have shown that it waits for others
             return
         self._looked_at_stacks = now
         stacks = self.watch.stacks()
@@ -135,7 +134,7 @@ class Supervisor:
         if not self.asked and not self.run.stop_request.exists():
             return
         pulses = [self.watch.pulse(rank) for rank in self.ranks.running]
-        if any(pulse.phase not in ("starting", "set-up", "training") for pulse in pulses):
+        if any(pulse.phase not in ("starting", "proving", "set-up", "training") for pulse in pulses):
             self._stop_by = float("inf")  # evaluating and saving take the time that they take
             return
         within = max(STOP_S, STOP_STEPS * max(pulse.longest_s for pulse in pulses))
