@@ -96,8 +96,11 @@ def _checkpoint(name: str, runs: str) -> Checkpoint:
 
 def _beside(question: RehearsalQuestion, found: Rehearsal) -> dict[str, object]:
     """Returns what was predicted, for programs."""
+    from shardwise.rehearse.even_routing import assumed
+
     return {
         "cluster": question.cluster.name,
+        "assumed": [assumed(question.spec, question.plan)] if question.spec.is_moe else [],
         "limit_bytes": question.limit,
         "predicted": {"memory_bytes": _tensor_bytes(question.prediction), "step_s": question.prediction.step_s},
         "step_s": _step_seconds(question, found),
