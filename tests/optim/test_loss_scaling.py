@@ -11,6 +11,7 @@ import torch
 from commands import SMALL, losses_of, warm_command
 from torch import nn
 
+from shardwise.checkpoint.manifest import sealed
 from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
 from shardwise.optim.loss_scaling import FIRST, LARGEST, PATIENCE, SMALLEST, LossScaler, scaler_of, unscaled
@@ -142,7 +143,7 @@ def test_the_scale_is_in_metrics_and_a_resumed_run_goes_on_with_it(ranks: Any, t
     assert manifest["state"]["loss_scale"] == {"scale": 2.0**16, "good_steps": 3, "skipped_steps": 0}
     # As if it had moved: what goes on is what was saved.
     manifest["state"]["loss_scale"] = {"scale": 2.0**12, "good_steps": 1998, "skipped_steps": 0}
-    (run / "checkpoints" / "step-3" / "manifest.json").write_text(json.dumps(manifest))
+    (run / "checkpoints" / "step-3" / "manifest.json").write_text(sealed(manifest))
     before = losses_of(run)
     done = warm_command(ranks, "resume", run, "--from", 3, cwd=tmp_path)
     assert done.returncode == Exit.DONE, done.stdout
