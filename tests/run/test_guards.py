@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -51,3 +53,23 @@ def test_a_run_in_another_thread_leaves_signals_to_the_main_one(tmp_path: Path) 
     thread.start()
     thread.join()
     assert found == [Exit.STOPPED, "the file", True]
+
+
+ORPHAN = """
+import os, time
+from shardwise.run.guards import ending_with
+launcher = os.getpid()
+if os.fork() == 0:
+    with ending_with(launcher):
+        print("in set-up", flush=True)
+        time.sleep(120)
+    print("still there")
+time.sleep(0.2)
+os._exit(0)
+"""
+
+
+def test_a_rank_in_set_up_ends_with_its_launcher():
+    """It has nothing to save, and may wait for minutes for ranks that never come."""
+    done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (0, "in set-up\n"), done.stderr  # the pipe closes when both have ended

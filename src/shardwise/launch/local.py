@@ -25,6 +25,7 @@ from shardwise.launch.processes import ForkedRanks, RankFiles, RankProcesses, Sp
 from shardwise.launch.restarts import Restarts
 from shardwise.launch.signs import Watch
 from shardwise.launch.supervisor import JobEnds, Supervisor
+from shardwise.run.guards import answering, stop_signals
 from shardwise.run.heartbeat import Heartbeats
 from shardwise.run.rundir import RunDir
 
@@ -106,7 +107,8 @@ def ranks_ended(
     arguments = ["-m", "shardwise.launch.rank", *_rank_arguments(run, options)]
     followed = Followed(run.log, attempt := share.attempt or next_attempt(run), has_first=share.first == 0)
     killed_before = killed_for_memory()
-    with Heartbeats(share.count) as heartbeats:
+    asked: list[int] = []  # signals, answered from before there are ranks: none is left behind by one
+    with Heartbeats(share.count) as heartbeats, answering(stop_signals(), lambda number, frame: asked.append(number)):
         environments = _environments(share, port, threads, heartbeats)
         files = {rank: _files(run.log, rank, attempt, followed) for rank in environments}
         ranks: RankProcesses = (
@@ -123,7 +125,7 @@ def ranks_ended(
 
         watch = Watch(heartbeats, ranks.pids)
         is_whole = share.count == share.world
-        supervisor = Supervisor(run, ranks, watch, Patience.of(run.read_plan()), look, is_whole=is_whole)
+        supervisor = Supervisor(run, ranks, watch, Patience.of(run.read_plan()), look, asked, is_whole=is_whole)
         supervisor.wait()
         with suppress(JobEnds):
             look()

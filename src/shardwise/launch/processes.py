@@ -22,6 +22,7 @@ from subprocess import Popen
 
 from shardwise.errors import Exit
 from shardwise.launch.followed import is_file
+from shardwise.run.guards import stop_signals
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class ForkedRanks(RankProcesses):
         code: int = Exit.BUG
         try:
             os.setsid()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the worker's handlers take over, as in rank.py
+            for stop in stop_signals():  # until the worker's handlers take over, as in rank.py
+                signal.signal(stop, signal.SIG_DFL)
             os.environ.update(environment)
             for name, number, path in (("stdout", 1, self.files[rank].out), ("stderr", 2, self.files[rank].err)):
                 if path:  # else it has the terminal

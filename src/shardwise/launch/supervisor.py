@@ -18,7 +18,7 @@ from types import FrameType
 from shardwise.launch.judge import Patience, Suspicion, suspect
 from shardwise.launch.processes import RankProcesses
 from shardwise.launch.signs import Watch, main_stack
-from shardwise.run.guards import INTERRUPT, LOST_PEER, answering, stop_signals
+from shardwise.run.guards import INTERRUPT, LOST_PEER, answering
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import say_error
 
@@ -46,13 +46,15 @@ class Supervisor:
         watch: Watch,
         patience: Patience,
         attend: Callable[[], None],
+        asked: list[int],
         *,
         is_whole: bool,
     ):
-        """`attend` is called again and again; what it raises ends the ranks. `is_whole`: they are all of the job."""
+        """`attend` is called again and again; what it raises ends the ranks. `asked` are the signals that have come and
+        those that are still to come, to be passed on. `is_whole`: they are all of the job."""
         self.run, self.ranks, self.watch, self.patience, self.attend = run, ranks, watch, patience, attend
         self.is_whole = is_whole
-        self.asked: list[int] = []  # signals that came, to be passed on
+        self.asked = asked
         self.suspicion: Suspicion | None = None  # who held the others up, and was ended for it
         self.impatience = ""  # why ranks that were asked to stop were ended
         self._passed_on = 0
@@ -61,7 +63,7 @@ class Supervisor:
 
     def wait(self) -> None:
         """Returns when all ranks have ended."""
-        with answering(stop_signals(), self._hear), answering(PAUSE, self._pause):
+        with answering(PAUSE, self._pause):
             try:
                 while self._go_on():
                     time.sleep(LOOK_EVERY_S)
@@ -71,9 +73,6 @@ class Supervisor:
                 self.ranks.send(signal.SIGTERM)
                 self._end_within(STOP_S)
                 raise
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.asked.append(number)
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
         """Answers Ctrl-Z, which reaches this process alone: the ranks pause with it, and go on with it."""

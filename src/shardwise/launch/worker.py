@@ -30,7 +30,7 @@ from shardwise.prove.verify import prove_once
 from shardwise.report.header import weights_line
 from shardwise.report.reporter import Reporter
 from shardwise.run.build import corpus_of, model_spec
-from shardwise.run.guards import StopRequests
+from shardwise.run.guards import StopRequests, ending_with
 from shardwise.run.heartbeat import Heartbeat, heartbeat_of
 from shardwise.run.loop import train
 from shardwise.run.own_parts import OwnParts
@@ -68,7 +68,8 @@ def _run(argv: list[str] | None, ranks: Ranks) -> int:
     if args.verify:
         from shardwise.launch.verify import verify_rank
 
-        return verify_rank(run, ranks)
+        with ending_with(args.launcher):
+            return verify_rank(run, ranks)
     return run_worker(run, ranks, None, args.from_step, args.launcher, verify=not args.no_verify)
 
 
@@ -92,7 +93,8 @@ def run_worker(
     stops: StopRequests | None = None
     heartbeat = heartbeat_of(ranks.heartbeat)
     try:
-        session = _set_up(run, ranks, inputs or _read_inputs(run, own or OwnParts()), from_step, heartbeat)
+        with ending_with(launcher):  # ranks that wait for each other to start would wait for minutes
+            session = _set_up(run, ranks, inputs or _read_inputs(run, own or OwnParts()), from_step, heartbeat)
         with (
             run.join_lock(),
             StopRequests(run, session.config.train.time_limit, say, launcher) as stops,

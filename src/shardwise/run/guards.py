@@ -57,6 +57,27 @@ def answering(numbers: Iterable[int], handler: Callable[[int, FrameType | None],
             signal.signal(number, previous)
 
 
+@contextmanager
+def ending_with(launcher: int | None) -> Iterator[None]:
+    """Ends this process at once when the one that started it is gone: for the time in which there is nothing to save.
+    `launcher` is that process; None where nobody's end is ours."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            if over.wait(1.0):
+                return
+        if not over.is_set():
+            _end_now(Exit.STOPPED)
+
+    if launcher is not None:
+        threading.Thread(target=watch, name="launcher watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
 class StopRequests:
     """Remembers why this rank should stop. Used as a context: the signal handlers of before are put back at its end."""
 
