@@ -59,7 +59,7 @@ def three_steps(spec: ModelSpec, trial: Trial, layout: dict[str, Any], watched: 
                 first, last, points = account.first.by_category(), dict(account.held), list(account.points)
         else:
             losses.append(_step(engine, optimizer, batch, num_targets, clock))
-    bits = b"".join(local.detach().cpu().numpy().tobytes() for local in engine.locals())
+    bits = b"".join(shard.value.cpu().numpy().tobytes() for shard in engine.shards)
     blocks = [sum(p.numel() for p in block.parameters()) for model in engine.models for block in model.layers.values()]
     return Seen(
         losses=losses,

@@ -32,7 +32,16 @@ OTHERS: list[dict[str, Any]] = [
     {"pp": 2, "split": (2, 2)},
     {"pp": 2, "split": (1, 1, 1, 1), "schedule": "zbv", "virtual_stages": 2},
 ]
-LAYOUTS = [*STAGES, *OTHERS]
+# Its watcher once read gradients from the disk in the midst of an update, into memory that was in use.
+ON_DISK: dict[str, Any] = {
+    "dp": 2,
+    "zero": 3,
+    "offload": "all",
+    "offload_to": "nvme",
+    "offload_dir": ".",
+    "offload_buffer": 2**16,
+}
+LAYOUTS = [*STAGES, *OTHERS, ON_DISK]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +89,7 @@ def test_other_layouts_hold_what_is_predicted(layout: dict[str, Any], seen: Any)
 
 def test_a_step_ends_where_it_began(seen: Any) -> None:
     """All states are there before the second step. DDP's new buckets, 4 P, take the place of its first ones."""
-    for layout in LAYOUTS:
+    for layout in (*STAGES, *OTHERS):
         for found in of(seen, layout):
             assert found.last == pytest.approx(found.first, rel=0.001, abs=2048), layout
 

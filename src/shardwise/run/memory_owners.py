@@ -34,7 +34,7 @@ def owners_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Owners
             for name, value in model.named_buffers():
                 yield OwnedTensor("parameters" if name.rpartition(".")[2] in LEAVES else "buffers", name, value)
         for shard in engine.shards:
-            if (gradient := shard.gradient) is not None:
+            if (gradient := shard.gradient_here) is not None:  # what has left the device is not its memory
                 yield OwnedTensor("gradients", f"gradient of {shard.name}", gradient)
         for parameter, state in optimizer.state.items() if everything and optimizer is not None else ():
             for key, value in state.items():

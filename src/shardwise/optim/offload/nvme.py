@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.optim.offload.buffer import Buffer, Disk
-from shardwise.optim.offload.disk import ALIGNMENT, NOTHING, aligned
+from shardwise.optim.offload.disk import ALIGNMENT, NOTHING, aligned, new_buffer
 from shardwise.optim.offload.optimizer import Build, HeldParameter, OffloadedOptimizer, Piece, UpdateGroup
 
 NUM_BUFFERS = 4  # groups in memory: two that are read, one that is updated, one that is written
@@ -222,12 +222,15 @@ class NvmeOptimizer(OffloadedOptimizer):
             self._counters[id(piece)][key] = value.detach().clone().cpu()
 
     def read_row(self, local: nn.Parameter, name: str) -> Tensor:
-        """Returns one row of a parameter (a state, or itself) from the file, as a new tensor of its shape."""
+        """Returns one row of a parameter (a state, or itself) from the file, as a new tensor of its shape. It has
+        memory of its own on the way: somebody may ask in the midst of an update, when the buffers are in use."""
         whole = torch.empty(local.shape, dtype=local.dtype)
         for group, piece in self.pieces[local]:
             place, view = self.place(group, piece, name)
-            self.file.read(place, view).wait()
-            whole.view(-1)[piece.start : piece.stop] = self._row(self._buffers[0], piece, name)
+            landing = new_buffer(len(view))
+            self.file.read(place, memoryview(landing)).wait()
+            found = self.disk.tensor(landing).view(local.dtype)
+            whole.view(-1)[piece.start : piece.stop] = found[: piece.stop - piece.start]
         return whole
 
     def write_row(self, local: nn.Parameter, name: str, value: Tensor) -> None:
