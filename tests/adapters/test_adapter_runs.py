@@ -11,6 +11,7 @@ from commands import SMALL, losses_of
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from shardwise.checkpoint.manifest import sealed
 from shardwise.errors import Exit, UserError
 from shardwise.run.weights import find_weights
 
@@ -52,7 +53,7 @@ def test_adapters_are_not_put_beside_another_base(run_here, capsys: pytest.Captu
     file = run / "checkpoints" / "step-1" / "manifest.json"
     manifest = json.loads(file.read_text())
     manifest["state"]["base"]["digest"] = "0" * 64
-    file.write_text(json.dumps(manifest))
+    file.write_text(sealed(manifest))
     with pytest.raises(UserError) as caught:
         find_weights(str(run))
     what, why, fix = str(caught.value).splitlines()

@@ -101,7 +101,8 @@ def test_nothing_is_copied_unless_it_is_asked_for(spec, options, workdir):
 def test_nodes_save_and_end_when_this_end_lets_go(spec, options, workdir, monkeypatch):
     monkeypatch.setenv("WAITS", "yes")
     hosts, lines = started(spec, options)
-    wait_for(workdir / "notes" / "args-1")
+    for node in (0, 1):
+        wait_for(workdir / "notes" / f"args-{node}")
     hosts.let_go()
     assert hosts.wait() == Exit.STOPPED
     assert lines.count("h1    | told") == 1 and lines.count("me@h2 | told") == 1

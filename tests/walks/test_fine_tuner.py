@@ -30,7 +30,7 @@ STEPS = [
     Step("eval base data.source=chat.jsonl train.seq_len=64", "perplexity"),
     Step("generate tuned --chat --prompt 'Wo wohnt Zoë?' --max-tokens 4 --json", '"prompt": "Wo wohnt Zo'),
     Step("export tuned --out adapter", "wrote    adapter"),
-    Step("export tuned --out merged --merge-lora", "wrote    merged"),
+    Step("export tuned --out merged --merge-lora --no-verify", "wrote    merged"),
     Step("generate merged --prompt 'Wo wohnt' --max-tokens 4", "Wo wohnt"),
     Step("convert merged --to shardwise --out ours", "wrote    ours"),
     Step("train model.path=base CHAT --nproc 1 adapter.kind=lora adapter.path=adapter train.steps=1 run.name=on",
