@@ -91,15 +91,16 @@ def test_a_smaller_micro_batch_where_that_is_asked(workdir: Path, ranks: RankPoo
     """The run goes on to its end with the losses that it would have had, in this process and on ranks."""
     losses, limit = {}, 2**32
     for name, layout in (("large", "dp=1"), ("alone", "dp=1"), ("ranks", "dp=2")):
-        words = ["model.num_layers=6", f"parallel.layout={layout}", "train.steps=1", "train.eval_batches=1"]
+        words = ["model.num_layers=4", "model.hidden=128", "model.head_dim=32", "model.ffn=256"]
+        words += [f"parallel.layout={layout}", "train.steps=1", "train.eval_batches=1"]
         words += ["run.on_out_of_memory=smaller", f"run.name={name}"]
         [(code, said)] = ranks.run(started_smaller, 1, limit, words, fresh=True)
         assert code == Exit.DONE, said
         run, is_large = RunDir(Path("runs") / name), name == "large"
         losses[name] = losses_of(run.path)
         line = "memory   starting again with micro-batches of 2 sequences in place of 4:"
-        if is_large:  # two sequences less are 22 MiB less; what a process has besides tensors varies
-            limit = run.last_event()["measured"]["memory_bytes"] - 10 * 2**20  # type: ignore[index]
+        if is_large:  # two sequences less are 60 MiB less; what a process has besides tensors varies
+            limit = run.last_event()["measured"]["memory_bytes"] - 30 * 2**20  # type: ignore[index]
         assert (line not in said and "error: out of memory" not in said) if is_large else line in said, said
         assert (run.read_plan()["micro_batch"] == 4) is is_large
         assert ("# run.on_out_of_memory" in run.config.read_text()) is not is_large
