@@ -228,7 +228,7 @@ class NvmeOptimizer(OffloadedOptimizer):
         for group, piece in self.pieces[local]:
             place, view = self.place(group, piece, name)
             landing = new_buffer(len(view))
-            self.file.read(place, memoryview(landing)).wait()
+            self.file.read(place, memoryview(landing)[: len(view)]).wait()
             found = self.disk.tensor(landing).view(local.dtype)
             whole.view(-1)[piece.start : piece.stop] = found[: piece.stop - piece.start]
         return whole
